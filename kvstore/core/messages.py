@@ -41,7 +41,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     logit_bias: dict[int, float] = {}
-    seed: Annotated[int, Meta(ge=0, lt=1 << 63)] = 0
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     num_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """None: no logprobs. 0: the chosen token's only. n: also the n best."""
 
@@ -69,7 +69,7 @@ class DestinationBlock(Struct, frozen=True, array_like=True):
 
     slot: Annotated[int, Meta(ge=0)]
     generation: Annotated[int, Meta(ge=0)]
-    tag: Annotated[int, Meta(ge=0, lt=1 << 64)]
+    tag: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Ticket(Struct, frozen=True, kw_only=True):
