@@ -187,7 +187,13 @@ class AttemptFault(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     attempt_id: str
     epoch: int
     reason: Literal[
-        "worker_exited", "network_cut", "lease_expired", "engine_fault", "deadline", "shutdown", "transfer_failed",
+        "worker_exited",
+        "network_cut",
+        "lease_expired",
+        "engine_fault",
+        "deadline",
+        "shutdown",
+        "transfer_failed",
         "client_stalled",
     ]
     message: ShortText
@@ -331,9 +337,7 @@ class PrefillAbandoned(Struct, frozen=True, kw_only=True, tag_field="t", tag=Tru
 
 
 ToWorker = Reserve | Prefill | Cancel | LeaseGrant | Credit | StatusAsk
-ToIngress = (
-    Reserved | Refused | PrefillStarted | PrefillDone | AttemptFault | CancelAck | Frame | LeaseAsk | Status
-)
+ToIngress = Reserved | Refused | PrefillStarted | PrefillDone | AttemptFault | CancelAck | Frame | LeaseAsk | Status
 ToDecode = KvHello | BlocksPosted | HandOff | PrefillAbandoned
 ToPrefill = KvHelloReply | BlocksLanded | HandOffDone
 

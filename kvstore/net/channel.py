@@ -1,0 +1,251 @@
+"""An authenticated, framed, typed MessagePack channel over one TCP connection.
+
+Owns a socket and its framing. Byte layout of a frame: 4 bytes little-endian length n, then n bytes of
+MessagePack. The length is checked before anything is allocated. Messages are validated against the union of
+types this side accepts while they are decoded. No pickle, no retries, no reconnects: the owner decides those.
+
+Life cycle: ``connect`` or ``serve`` -> handshake -> ``send``/``recv`` -> ``close``. A channel
+belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvstore.core.messages import WIRE_VERSION
+from kvstore.errors import AuthenticationError, DeadlineExceeded, KopirError, NoCapacity, PeerLost, ProtocolError
+from kvstore.net import handshake
+from kvstore.net.handshake import Challenge, Hello, PeerInfo, Proof, Welcome
+
+MAX_FRAME_BYTES = 64 << 20
+MAX_UNSENT_BYTES = 16 << 20
+HANDSHAKE_DEADLINE_S = 5.0
+CLOSE_DEADLINE_S = 1.0
+MAX_HALF_OPEN = 64
+
+_T = TypeVar("_T")
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Channel:
+    """One end of an authenticated connection. ``peer`` is who the other end proved to be."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, peer: PeerInfo, decode: Any
+    ) -> None:
+        self.peer = peer
+        self._reader = reader
+        self._writer = writer
+        self._decoder = msgspec.msgpack.Decoder(decode)
+
+    def send_nowait(self, message: msgspec.Struct) -> None:
+        """Queues one message without waiting.
+
+        Raises: PeerLost if the channel is closed; NoCapacity if ``MAX_UNSENT_BYTES`` are waiting already.
+        """
+        transport = self._writer.transport
+        if transport.is_closing():
+            raise PeerLost(f"channel to {self.peer.peer_id} is closed")
+        if transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            raise NoCapacity(f"{MAX_UNSENT_BYTES} bytes to {self.peer.peer_id} are still unsent")
+        _write_frame(self._writer, message)
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Queues one message and waits while the other side reads too slowly. Raises: PeerLost, NoCapacity."""
+        self.send_nowait(message)
+        try:
+            await self._writer.drain()
+        except (ConnectionError, OSError) as error:
+            raise PeerLost(f"channel to {self.peer.peer_id}: {error}") from error
+
+    async def recv(self) -> Any:
+        """Returns the next message. Raises: PeerLost at the end of the connection, ProtocolError on bad bytes."""
+        payload = await _read_frame(self._reader, MAX_FRAME_BYTES)
+        try:
+            return self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"message from {self.peer.peer_id}: {error}") from error
+
+    @property
+    def is_closing(self) -> bool:
+        """True once either side has begun to close."""
+        return self._writer.transport.is_closing()
+
+    def abort(self) -> None:
+        """Closes at once; unsent bytes are lost."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Sends what is queued, then closes; bounded by ``CLOSE_DEADLINE_S``."""
+        await _close_writer(self._writer)
+
+
+class ChannelServer:
+    """Accepts channels on one address and hands each to ``on_channel`` after its handshake.
+
+    ``rejected`` counts connections that failed the handshake. A rejected connection is closed without an answer.
+    """
+
+    def __init__(
+        self, *, secret: bytes, me: PeerInfo, decode: Any, on_channel: Callable[[Channel], Awaitable[None]]
+    ) -> None:
+        handshake.check_secret(secret)
+        self._secret = secret
+        self._me = me
+        self._decode = decode
+        self._on_channel = on_channel
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._half_open = 0
+        self.rejected = 0
+        self.host = ""
+        self.port = 0
+
+    async def start(self, host: str, port: int = 0) -> None:
+        """Listens on ``host``; port 0 lets the system choose. Raises: OSError if the address is taken."""
+        self._server = await asyncio.start_server(self._accept, host, port)
+        self.host, self.port = self._server.sockets[0].getsockname()[:2]
+
+    async def close(self) -> None:
+        """Stops listening and ends every channel it accepted."""
+        if self._server is not None:
+            self._server.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            channel = await self._authenticate(reader, writer)
+            if channel is not None:
+                try:
+                    await self._on_channel(channel)
+                finally:
+                    channel.abort()
+        except asyncio.CancelledError:
+            writer.transport.abort()
+        finally:
+            self._tasks.discard(task)
+
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel | None:
+        """Returns the channel, or None after closing a connection that could not prove itself."""
+        if self._half_open >= MAX_HALF_OPEN:
+            self.rejected += 1
+            writer.transport.abort()
+            return None
+        self._half_open += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_DEADLINE_S):
+                peer = await _serve_handshake(reader, writer, self._secret, self._me)
+        except (KopirError, TimeoutError, OSError):
+            self.rejected += 1
+            writer.transport.abort()
+            return None
+        finally:
+            self._half_open -= 1
+        return Channel(reader, writer, peer=peer, decode=self._decode)
+
+
+async def serve(
+    host: str, port: int, *, secret: bytes, me: PeerInfo, decode: Any, on_channel: Callable[[Channel], Awaitable[None]]
+) -> ChannelServer:
+    """Starts a server. ``on_channel`` runs once per authenticated channel; the channel closes when it returns."""
+    server = ChannelServer(secret=secret, me=me, decode=decode, on_channel=on_channel)
+    await server.start(host, port)
+    return server
+
+
+async def connect(
+    host: str, port: int, *, secret: bytes, me: PeerInfo, decode: Any, deadline_s: float = HANDSHAKE_DEADLINE_S
+) -> Channel:
+    """Opens an authenticated channel.
+
+    Raises: DeadlineExceeded; PeerLost if nobody answers there; AuthenticationError; ProtocolError (version).
+    """
+    handshake.check_secret(secret)
+    try:
+        async with asyncio.timeout(deadline_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                peer = await _dial_handshake(reader, writer, secret, me)
+            except BaseException:
+                writer.transport.abort()
+                raise
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"no channel to {host}:{port} within {deadline_s} s") from error
+    except OSError as error:
+        raise PeerLost(f"no channel to {host}:{port}: {error}") from error
+    return Channel(reader, writer, peer=peer, decode=decode)
+
+
+async def _dial_handshake(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, me: PeerInfo
+) -> PeerInfo:
+    hello = Hello(WIRE_VERSION, handshake.new_nonce(), me)
+    _write_frame(writer, hello)
+    challenge = await _read_typed(reader, Challenge)
+    handshake.check_version(challenge.v)
+    server = challenge.me
+    handshake.check_mac(handshake.mac(secret, "server", hello, challenge.nonce, server), challenge.mac)
+    _write_frame(writer, Proof(handshake.mac(secret, "client", hello, challenge.nonce, server)))
+    try:
+        await _read_typed(reader, Welcome)
+    except PeerLost as error:
+        raise AuthenticationError("the other side refused our proof") from error
+    return server
+
+
+async def _serve_handshake(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, me: PeerInfo
+) -> PeerInfo:
+    hello = await _read_typed(reader, Hello)
+    nonce = handshake.new_nonce()
+    _write_frame(writer, Challenge(WIRE_VERSION, nonce, me, handshake.mac(secret, "server", hello, nonce, me)))
+    handshake.check_version(hello.v)
+    proof = await _read_typed(reader, Proof)
+    handshake.check_mac(handshake.mac(secret, "client", hello, nonce, me), proof.mac)
+    _write_frame(writer, Welcome())
+    return hello.me
+
+
+def _write_frame(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"{type(message).__name__} of {len(payload)} bytes is over {MAX_FRAME_BYTES}")
+    writer.write(_LENGTH.pack(len(payload)) + payload)
+
+
+async def _read_frame(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        if length > max_bytes:
+            raise ProtocolError(f"frame of {length} bytes is over {max_bytes}")
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError, OSError) as error:
+        raise PeerLost(f"connection ended: {error}") from error
+
+
+async def _read_typed(reader: asyncio.StreamReader, kind: type[_T]) -> _T:
+    payload = await _read_frame(reader, handshake.MAX_HANDSHAKE_BYTES)
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"handshake: {error}") from error
+
+
+async def _close_writer(writer: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError, OSError, TimeoutError):
+        writer.close()
+        async with asyncio.timeout(CLOSE_DEADLINE_S):
+            await writer.wait_closed()
+    writer.transport.abort()
