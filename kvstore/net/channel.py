@@ -67,7 +67,11 @@ class Channel:
 
     async def recv(self) -> Any:
         """Returns the next message. Raises: PeerLost at the end of the connection, ProtocolError on bad bytes."""
-        payload = await _read_frame(self._reader, MAX_FRAME_BYTES)
+        try:
+            payload = await _read_frame(self._reader, MAX_FRAME_BYTES)
+        except PeerLost:
+            self.abort()
+            raise
         try:
             return self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
@@ -120,6 +124,8 @@ class ChannelServer:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._server is not None:
+            await self._server.wait_closed()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -132,10 +138,9 @@ class ChannelServer:
                     await self._on_channel(channel)
                 finally:
                     channel.abort()
-        except asyncio.CancelledError:
-            writer.transport.abort()
         finally:
             self._tasks.discard(task)
+            await _abort_writer(writer)
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel | None:
         """Returns the channel, or None after closing a connection that could not prove itself."""
@@ -179,7 +184,7 @@ async def connect(
             try:
                 peer = await _dial_handshake(reader, writer, secret, me)
             except BaseException:
-                writer.transport.abort()
+                await _abort_writer(writer)
                 raise
     except TimeoutError as error:
         raise DeadlineExceeded(f"no channel to {host}:{port} within {deadline_s} s") from error
@@ -243,9 +248,16 @@ async def _read_typed(reader: asyncio.StreamReader, kind: type[_T]) -> _T:
         raise ProtocolError(f"handshake: {error}") from error
 
 
+async def _abort_writer(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+    # The socket is closed one loop step after the abort.
+    with suppress(ConnectionError, OSError):
+        await writer.wait_closed()
+
+
 async def _close_writer(writer: asyncio.StreamWriter) -> None:
     with suppress(ConnectionError, OSError, TimeoutError):
         writer.close()
         async with asyncio.timeout(CLOSE_DEADLINE_S):
             await writer.wait_closed()
-    writer.transport.abort()
+    await _abort_writer(writer)

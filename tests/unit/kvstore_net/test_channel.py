@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import struct
@@ -71,8 +72,6 @@ async def test_wrong_secret_is_refused_on_both_sides() -> None:
     listener = await server.start()
     with pytest.raises(AuthenticationError):
         await net.connect("127.0.0.1", listener.port, secret=b"x" * 32, me=make_peer("evil"), decode=ToIngress)
-    _, writer = await raw_connection(listener.port)
-    writer.close()
     await until(lambda: listener.rejected >= 1)
     assert server.channels.empty()
     await listener.close()
@@ -124,6 +123,8 @@ async def test_hostile_bytes_close_the_connection_and_are_counted(kind: str, tmp
     await until(lambda: listener.rejected == 1)
     assert not marker.exists()
     writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
     # The server still serves honest peers.
     good = await net.connect("127.0.0.1", listener.port, secret=SECRET, me=make_peer("good"), decode=ToWorker)
     await good.close()
@@ -139,6 +140,7 @@ async def test_unknown_message_is_a_protocol_error_not_a_crash() -> None:
     assert isinstance(await server.seen.get(), ProtocolError)
     with pytest.raises(PeerLost):
         await client.recv()
+    await client.close()
     await listener.close()
 
 
@@ -171,6 +173,7 @@ async def test_peer_end_is_peer_lost_for_recv_and_send() -> None:
     await until(lambda: client.is_closing)
     with pytest.raises(PeerLost):
         client.send_nowait(StatusAsk(nonce=1))
+    await client.close()
     await listener.close()
 
 
