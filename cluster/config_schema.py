@@ -1,0 +1,279 @@
+"""What can be configured: one frozen struct per section of the YAML file.
+
+Owns names, types, ranges, defaults and the text of the reference page (``docs/configuration.md`` is generated from
+the descriptions here). Reads no file, no environment and no hardware; ``cluster.config`` loads and checks.
+
+Life cycle: read once by ``kopir serve``, handed down by value, never changed afterwards. Names are a public contract.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from kvstore.errors import BadInput
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+Text = Annotated[str, Meta(min_length=1, max_length=4096)]
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+PositiveCount = Annotated[int, Meta(ge=1, le=1 << 40)]
+Replicas = Annotated[int, Meta(ge=0, le=1024)]
+Threads = Annotated[int, Meta(ge=1, le=1024)]
+Millis = Annotated[int, Meta(ge=1, le=86_400_000)]
+Seconds = Annotated[float, Meta(ge=0.0, le=86_400.0)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 50, extra={"unit": "bytes"})]
+"""A size; the file may say ``1GiB``, ``512MB`` or a plain number of bytes."""
+PositiveBytes = Annotated[int, Meta(ge=1, le=1 << 50, extra={"unit": "bytes"})]
+
+
+def doc(text: str) -> Meta:
+    """Returns the description of a field, as it appears in the reference page."""
+    return Meta(description=text)
+
+
+class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section. The flags stand at each class again because type checkers do not inherit them."""
+
+
+class ServerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP endpoint."""
+
+    host: Annotated[Text, doc("Address to listen on. `0.0.0.0` opens the endpoint to the network.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), doc("TCP port; 0 takes any free port.")] = 8000
+    keep_alive_ping_s: Annotated[
+        Seconds,
+        doc(
+            "Seconds between SSE comment pings while a prefill runs. 0 sends nothing before the first delta; "
+            "otherwise headers and pings go out early."
+        ),
+    ] = 0.0
+    retry_after_first_byte: Annotated[
+        bool,
+        doc(
+            "With keep-alive pings on: `true` lets a request be repeated after a header or ping went out, as long as "
+            "no delta did; `false` makes the first byte the boundary."
+        ),
+    ] = False
+    drain_s: Annotated[Seconds, doc("Seconds that running requests get to finish when the server stops.")] = 20.0
+
+
+class IngressConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The processes that hold client connections."""
+
+    replicas: Annotated[int, Meta(ge=1, le=64), doc("Number of ingress processes.")] = 1
+
+
+class PrefillConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers that compute the KV blocks of a prompt and its first token."""
+
+    replicas: Annotated[Replicas, doc("Number of prefill workers.")] = 1
+    pool_blocks: Annotated[
+        PositiveCount, doc("KV blocks of each worker's pool. May be smaller than `max_model_len` needs.")
+    ] = 2048
+    chunk_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 20)],
+        doc("Prompt tokens computed in one step; finished blocks travel while the next chunk runs."),
+    ] = 512
+    threads: Annotated[
+        Threads | None, doc("Compute threads of each worker; `null` derives them from the cores (see Threads).")
+    ] = None
+
+
+class DecodeConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers that take over KV blocks and generate the rest of the answer."""
+
+    replicas: Annotated[Replicas, doc("Number of decode workers.")] = 1
+    pool_blocks: Annotated[
+        PositiveCount, doc("KV blocks of each worker's pool. May be smaller than `max_model_len` needs.")
+    ] = 2048
+    max_num_seqs: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)], doc("Requests that one worker decodes together in a step.")
+    ] = 64
+    threads: Annotated[
+        Threads | None, doc("Compute threads of each worker; `null` derives them from the cores (see Threads).")
+    ] = None
+
+
+class CombinedConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers that prefill and decode in one process."""
+
+    replicas: Annotated[Replicas, doc("Number of combined workers.")] = 0
+    pool_blocks: Annotated[
+        PositiveCount, doc("KV blocks of each worker's pool. May be smaller than `max_model_len` needs.")
+    ] = 2048
+    chunk_tokens: Annotated[Annotated[int, Meta(ge=1, le=1 << 20)], doc("Prompt tokens computed in one step.")] = 512
+    max_num_seqs: Annotated[
+        Annotated[int, Meta(ge=1, le=4096)], doc("Requests that one worker runs together in a step.")
+    ] = 64
+    threads: Annotated[
+        Threads | None, doc("Compute threads of each worker; `null` derives them from the cores (see Threads).")
+    ] = None
+
+
+class PacedConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Timing of the paced engine: no model, fixed times, so that planning and tests do not depend on cores."""
+
+    step_ms: Annotated[Seconds, doc("Milliseconds of one decode step, whatever its batch.")] = 20.0
+    prefill_ms_per_token: Annotated[Seconds, doc("Milliseconds of prefill for each token that is not cached.")] = 1.0
+
+
+class WorkersConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engine processes by role. Prefill and decode go together; combined workers may stand beside or instead."""
+
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    combined: CombinedConfig = CombinedConfig()
+    engine: Annotated[
+        Literal["torch", "paced"], doc("`torch` runs the model; `paced` emits placeholder tokens at fixed times.")
+    ] = "torch"
+    paced: PacedConfig = PacedConfig()
+
+
+class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """KV blocks and where they are kept."""
+
+    block_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=256)], doc("Tokens of one KV block; part of the fingerprint.")
+    ] = 16
+    host_bytes: Annotated[
+        PositiveBytes, doc("Size of the shared host slab of each store node, taken from shared memory.")
+    ] = GIB
+    disk_path: Annotated[Text | None, doc("Folder of the disk tier; `null` for none.")] = None
+    disk_bytes: Annotated[Bytes, doc("Size of the disk tier; 0 for none.")] = 0
+    eviction: Annotated[
+        Literal["kopir", "lru", "s3fifo"], doc("Which blocks leave a full tier first: `kopir`, `lru` or `s3fifo`.")
+    ] = "kopir"
+    verify: Annotated[
+        Literal["digest", "none"],
+        doc("`digest` compares the xxh3-128 digest of every block that moved; `none` trusts the transport."),
+    ] = "digest"
+    host_identity: Annotated[
+        Text,
+        doc(
+            "Processes with equal identity may share memory. `auto`: boot id and the network, IPC and PID namespaces; "
+            "another text overrides it."
+        ),
+    ] = "auto"
+
+
+class AttemptsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long an attempt may live, and when a request may be tried again."""
+
+    lease_ms: Annotated[Millis, doc("Life of an attempt's lease on its worker; renewed every third of it.")] = 2000
+    reservation_ms: Annotated[Millis, doc("Life of reserved decode blocks while prefill queues or computes.")] = 10_000
+    max_attempts: Annotated[
+        Annotated[int, Meta(ge=1, le=16)], doc("Attempts of one request before its first delta; 1 never retries.")
+    ] = 2
+    cluster_retry_tokens_per_s: Annotated[
+        Annotated[float, Meta(ge=0.0, le=1e9)],
+        doc("Retries that the whole cluster may start each second, on average (a token bucket)."),
+    ] = 10.0
+    max_reprefill_tokens: Annotated[
+        Count | None, doc("A retry that would compute more prompt tokens is refused; `null` for no limit.")
+    ] = None
+    deadline_ms: Annotated[Millis | None, doc("Time limit of a request; `null` leaves it to the client.")] = None
+
+
+class LimitsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds on what clients can make the server hold."""
+
+    max_queued_requests: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 20)], doc("Requests that wait or run at one ingress; more get 429.")
+    ] = 256
+    max_body_bytes: Annotated[PositiveBytes, doc("Largest request body; a larger one gets 413.")] = 4 * MIB
+    max_stream_backlog_tokens: Annotated[
+        PositiveCount, doc("Tokens held for a client that reads slowly before its stream ends as `client_stalled`.")
+    ] = 4096
+
+
+class LedgerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The database of requests, keys and tool calls."""
+
+    url: Annotated[
+        Annotated[str, Meta(pattern=r"^(sqlite|postgresql)(\+\w+)?://")],
+        doc("SQLAlchemy URL: SQLite, or PostgreSQL when ingresses span machines."),
+    ] = "sqlite:///kopir.db"
+
+
+class AuthConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who may use the endpoint and who belongs to the cluster."""
+
+    keys_file: Annotated[Text | None, doc("YAML file of tenants and key hashes; `null` asks for no key.")] = None
+    cluster_secret_file: Annotated[
+        Text | None, doc("File of the secret that processes of a cluster share; `null` makes a fresh one per start.")
+    ] = None
+
+
+class ClusterConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Ray cluster."""
+
+    address: Annotated[Text, doc("`local` starts a cluster of its own; otherwise the address of a running one.")] = (
+        "local"
+    )
+
+
+class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that ``kopir serve`` can be told."""
+
+    model: Annotated[Text, doc("Packaged name, folder or hub id of the model.")] = "smollm2-135m-instruct"
+    served_model_name: Annotated[Text | None, doc("Name that clients use; `null` for the model's own name.")] = None
+    dtype: Annotated[Literal["bfloat16", "float32"], doc("Number type of weights and KV blocks.")] = "bfloat16"
+    max_model_len: Annotated[
+        Annotated[int, Meta(ge=2, le=1 << 20)], doc("Most tokens of prompt and answer together.")
+    ] = 4096
+    server: ServerConfig = ServerConfig()
+    ingress: IngressConfig = IngressConfig()
+    workers: WorkersConfig = WorkersConfig()
+    kv: KvConfig = KvConfig()
+    attempts: AttemptsConfig = AttemptsConfig()
+    limits: LimitsConfig = LimitsConfig()
+    ledger: LedgerConfig = LedgerConfig()
+    auth: AuthConfig = AuthConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+
+def check_config(config: Config) -> None:
+    """Checks what no single field can: values that must fit each other.
+
+    Raises: BadInput naming the field that has to change.
+    """
+    workers, kv = config.workers, config.kv
+    for role, other in (("prefill", workers.decode), ("decode", workers.prefill)):
+        mine = getattr(workers, role)
+        if mine.replicas == 0 and other.replicas > 0:
+            raise BadInput(f"workers.{role}.replicas", 0, "prefill and decode workers need each other")
+    if workers.prefill.replicas + workers.decode.replicas + workers.combined.replicas == 0:
+        raise BadInput("workers.prefill.replicas", 0, "no worker at all: set prefill and decode, or combined")
+    if kv.disk_path is None and kv.disk_bytes > 0:
+        raise BadInput("kv.disk_path", None, "a disk tier (kv.disk_bytes above 0) needs a folder")
+    if kv.disk_path is not None and kv.disk_bytes == 0:
+        raise BadInput("kv.disk_bytes", 0, "a disk tier (kv.disk_path is set) needs a size above 0")
+
+
+def thread_budget(cores: int, config: Config) -> dict[str, int]:
+    """Returns the compute threads of each worker, by role; roles without replicas are left out.
+
+    A number in the configuration is taken as it is. Otherwise: the prefill and decode sides of a pair alternate for
+    one request and wait passively (a waiting thread sleeps, it does not spin), so each side may use all cores of
+    its group. Replicas of one role run at the same time and share them. Combined workers beside pairs take half.
+
+    Raises: BadInput if ``cores`` is below 1.
+    """
+    if cores < 1:
+        raise BadInput("cores", cores, "must be at least 1")
+    roles: dict[str, Any] = {
+        "prefill": config.workers.prefill,
+        "decode": config.workers.decode,
+        "combined": config.workers.combined,
+    }
+    active = {role: section for role, section in roles.items() if section.replicas > 0}
+    num_groups = len({"combined" if role == "combined" else "pair" for role in active})
+    budget: dict[str, int] = {}
+    for role, section in active.items():
+        derived = max(1, cores // num_groups // section.replicas)
+        budget[role] = derived if section.threads is None else section.threads
+    return budget
