@@ -21,6 +21,7 @@ GIB = 1024 * MIB
 Text = Annotated[str, Meta(min_length=1, max_length=4096)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 PositiveCount = Annotated[int, Meta(ge=1, le=1 << 40)]
+PoolBlocks = Annotated[int, Meta(ge=2, le=1 << 24)]
 Replicas = Annotated[int, Meta(ge=0, le=1024)]
 Threads = Annotated[int, Meta(ge=1, le=1024)]
 Millis = Annotated[int, Meta(ge=1, le=86_400_000)]
@@ -72,10 +73,10 @@ class PrefillConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     replicas: Annotated[Replicas, doc("Number of prefill workers.")] = 1
     pool_blocks: Annotated[
-        PositiveCount, doc("KV blocks of each worker's pool. May be smaller than `max_model_len` needs.")
+        PoolBlocks, doc("KV blocks of each worker's pool. May be smaller than `max_model_len` needs.")
     ] = 2048
     chunk_tokens: Annotated[
-        Annotated[int, Meta(ge=1, le=1 << 20)],
+        Annotated[int, Meta(ge=16, le=1 << 20)],
         doc("Prompt tokens computed in one step; finished blocks travel while the next chunk runs."),
     ] = 512
     threads: Annotated[
@@ -88,7 +89,7 @@ class DecodeConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     replicas: Annotated[Replicas, doc("Number of decode workers.")] = 1
     pool_blocks: Annotated[
-        PositiveCount, doc("KV blocks of each worker's pool. May be smaller than `max_model_len` needs.")
+        PoolBlocks, doc("KV blocks of each worker's pool. May be smaller than `max_model_len` needs.")
     ] = 2048
     max_num_seqs: Annotated[
         Annotated[int, Meta(ge=1, le=4096)], doc("Requests that one worker decodes together in a step.")
@@ -103,9 +104,9 @@ class CombinedConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     replicas: Annotated[Replicas, doc("Number of combined workers.")] = 0
     pool_blocks: Annotated[
-        PositiveCount, doc("KV blocks of each worker's pool. May be smaller than `max_model_len` needs.")
+        PoolBlocks, doc("KV blocks of each worker's pool. May be smaller than `max_model_len` needs.")
     ] = 2048
-    chunk_tokens: Annotated[Annotated[int, Meta(ge=1, le=1 << 20)], doc("Prompt tokens computed in one step.")] = 512
+    chunk_tokens: Annotated[Annotated[int, Meta(ge=16, le=1 << 20)], doc("Prompt tokens computed in one step.")] = 512
     max_num_seqs: Annotated[
         Annotated[int, Meta(ge=1, le=4096)], doc("Requests that one worker runs together in a step.")
     ] = 64
@@ -163,7 +164,10 @@ class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class AttemptsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long an attempt may live, and when a request may be tried again."""
 
-    lease_ms: Annotated[Millis, doc("Life of an attempt's lease on its worker; renewed every third of it.")] = 2000
+    lease_ms: Annotated[
+        Annotated[int, Meta(ge=50, le=86_400_000)],
+        doc("Life of an attempt's lease on its worker; renewed every third of it."),
+    ] = 2000
     reservation_ms: Annotated[Millis, doc("Life of reserved decode blocks while prefill queues or computes.")] = 10_000
     max_attempts: Annotated[
         Annotated[int, Meta(ge=1, le=16)], doc("Attempts of one request before its first delta; 1 never retries.")
@@ -223,7 +227,7 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     served_model_name: Annotated[Text | None, doc("Name that clients use; `null` for the model's own name.")] = None
     dtype: Annotated[Literal["bfloat16", "float32"], doc("Number type of weights and KV blocks.")] = "bfloat16"
     max_model_len: Annotated[
-        Annotated[int, Meta(ge=2, le=1 << 20)], doc("Most tokens of prompt and answer together.")
+        Annotated[int, Meta(ge=16, le=1 << 20)], doc("Most tokens of prompt and answer together.")
     ] = 4096
     server: ServerConfig = ServerConfig()
     ingress: IngressConfig = IngressConfig()

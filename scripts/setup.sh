@@ -76,13 +76,13 @@ install_torch_cpu() {
     return
   fi
   report=$(mktemp)
-  .venv/bin/python -m pip install --quiet --dry-run --report "$report" -c constraints.txt "$pin"
+  .venv/bin/python -m pip install -qq --dry-run --report "$report" -c constraints.txt "$pin"
   if .venv/bin/python scripts/needs_cuda_wheels.py "$report"; then
     say "installing the CPU build of $pin from PyTorch's index"
-    .venv/bin/python -m pip install --quiet --index-url "$TORCH_CPU_INDEX" -c constraints.txt "$pin"
+    .venv/bin/python -m pip install -qq --index-url "$TORCH_CPU_INDEX" -c constraints.txt "$pin"
   else
     say "installing $pin"
-    .venv/bin/python -m pip install --quiet -c constraints.txt "$pin"
+    .venv/bin/python -m pip install -qq -c constraints.txt "$pin"
   fi
   rm -f "$report"
 }
@@ -98,8 +98,8 @@ main() {
   esac
   [[ -x .venv/bin/python ]] || make_venv
   if [[ $extra == cpu ]]; then install_torch_cpu; fi
-  say "installing Kopir with the extras $extra and dev"
-  .venv/bin/python -m pip install --quiet -c constraints.txt -c "$cuda_pins" -e ".[$extra,dev]"
+  say "installing Kopir with the extras $extra and dev (some minutes the first time)"
+  .venv/bin/python -m pip install -qq -c constraints.txt -c "$cuda_pins" -e ".[$extra,dev]"
   printf '%s %s\n' "$extra" "$PWD" >"$STAMP"
   say "done"
 }

@@ -1,0 +1,27 @@
+"""``kopir down``: stops what a serve started, detached actors included, also when the serve itself has died."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cluster.cli.common import write
+
+
+def down(
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Ray address of the cluster. Default: the running one.")
+    ] = None,
+) -> int:
+    """Stop everything that `kopir serve` started. Does nothing, successfully, if nothing runs."""
+    from cluster.serve import down as stop_cluster
+
+    stopped = stop_cluster(address)
+    write("Stopped." if stopped else "Nothing was running.")
+    return 0
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to the root group."""
+    app.command(epilog="Example: kopir down")(down)
