@@ -1,1 +1,1 @@
-"""The HTTP face: routes, request checks, chat template, text assembly and SSE. Knows workers only through ``Backend``."""
+"""The HTTP face: routes, request checks, chat template, text and SSE. Knows workers only through ``Backend``."""
