@@ -27,7 +27,7 @@ _FIELD = re.compile(r"Object (contains unknown|missing required) field `(.*?)`",
 _LAST_NAME = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]*\])*\Z")
 
 
-class ClientGone(Exception):  # noqa: N818 - an outcome, not an error
+class ClientGone(Exception):
     """The client closed the connection while its body was read."""
 
 

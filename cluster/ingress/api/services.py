@@ -1,0 +1,49 @@
+"""What every request handler needs, gathered once per application."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cluster.ingress.api.backend import Backend
+from cluster.ingress.api.plan import ModelFacts, Planner
+from cluster.ingress.api.tokenizer import TokenizerBundle
+from cluster.ingress.metrics import IngressMetrics
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiLimits:
+    """Bounds on what a client can make the HTTP layer hold."""
+
+    max_body_bytes: int = 4 * MIB
+
+
+def _random_seed() -> int:
+    return secrets.randbits(63)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """Collaborators of the handlers; clocks and randomness come in here and nowhere else."""
+
+    backend: Backend
+    tokenizer: TokenizerBundle
+    limits: ApiLimits = ApiLimits()
+    metrics: IngressMetrics = field(default_factory=IngressMetrics)
+    monotonic_s: Callable[[], float] = time.monotonic
+    unix_s: Callable[[], float] = time.time
+    random_seed: Callable[[], int] = _random_seed
+    make_request_id: Callable[[], str] = lambda: f"req-{secrets.token_hex(16)}"
+
+    def planner(self) -> Planner:
+        """Returns the planner of the served model."""
+        facts = ModelFacts(
+            model_id=self.backend.model_id,
+            max_model_len=self.backend.max_model_len,
+            vocab_size=self.backend.vocab_size,
+        )
+        return Planner(facts, self.tokenizer, random_seed=self.random_seed)
