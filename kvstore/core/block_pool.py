@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvstore.core.ids import AttemptId, Incarnation
@@ -86,14 +86,14 @@ class StaleAttempt:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedSlot:
-    """One slot under quarantine: which life of it, why, and whose death would end it."""
+    """One slot under quarantine: which life of it, why, and whose deaths would end it."""
 
     slot: int
     generation: int
     attempt_id: AttemptId
     epoch: int
     reason: QuarantineReason
-    peer: Incarnation
+    peers: frozenset[Incarnation]
     since_ns: int
 
 
@@ -115,11 +115,16 @@ class PoolCounts:
 class _Attempt:
     epoch: int
     deadline_ns: int | None
-    peer: Incarnation | None
+    peers: set[Incarnation]
+    """Processes that may touch the slots and are not proved dead; never more than the pairs of one request."""
+    was_bound: bool
     slots: list[int] = field(default_factory=list)
     num_reserved: int = 0
-    peer_gone: bool = False
-    """The peer was proved dead: nobody can touch the slots from outside any more."""
+
+
+def _new_attempt(epoch: int, deadline_ns: int | None, peer: Incarnation | None) -> _Attempt:
+    peers = set() if peer is None else {peer}
+    return _Attempt(epoch=epoch, deadline_ns=deadline_ns, peers=peers, was_bound=bool(peers))
 
 
 class BlockPool:
@@ -161,7 +166,7 @@ class BlockPool:
         refusal = self._refuse_new(attempt_id, epoch, num_blocks)
         if refusal is not None:
             return refusal
-        self._attempts[attempt_id] = _Attempt(epoch=epoch, deadline_ns=deadline_ns, peer=writer)
+        self._attempts[attempt_id] = _new_attempt(epoch, deadline_ns, writer)
         return self._give(attempt_id, num_blocks, SlotState.RESERVED)
 
     def allocate(
@@ -171,7 +176,7 @@ class BlockPool:
         refusal = self._refuse_new(attempt_id, epoch, num_blocks)
         if refusal is not None:
             return refusal
-        self._attempts[attempt_id] = _Attempt(epoch=epoch, deadline_ns=None, peer=reader)
+        self._attempts[attempt_id] = _new_attempt(epoch, None, reader)
         return self._give(attempt_id, num_blocks, SlotState.OWNED)
 
     def extend(
@@ -184,12 +189,15 @@ class BlockPool:
         return self._refuse_size(num_blocks, len(attempt.slots)) or self._give(attempt_id, num_blocks, SlotState.OWNED)
 
     def bind_peer(self, attempt_id: AttemptId, epoch: int, peer: Incarnation) -> bool:
-        """Names the process that will touch the attempt's slots. False: stale, or another peer is bound already."""
+        """Names a process that will touch the attempt's slots, before the first transfer. False: stale.
+
+        A source that is pushed again to another peer has several; its slots then wait for all of them.
+        """
         attempt = self._current(attempt_id, epoch)
-        if attempt is None or attempt.peer not in (None, peer):
+        if attempt is None:
             return False
-        attempt.peer = peer
-        attempt.peer_gone = False
+        attempt.peers.add(peer)
+        attempt.was_bound = True
         return True
 
     def renew(self, attempt_id: AttemptId, epoch: int, *, deadline_ns: int | None) -> bool:
@@ -230,7 +238,7 @@ class BlockPool:
 
         ``writer_may_still_write``: slots that have not landed are quarantined (destination side), unless no peer
         was ever bound. ``reader_may_still_read``: every slot is quarantined (source side); the reader must be
-        bound. Both are void once the peer was proved dead. Returns False for a stale attempt.
+        bound. Both are void once every peer is proved dead. Returns False for a stale attempt.
         """
         if self._current(attempt_id, epoch) is None:
             return False
@@ -268,10 +276,11 @@ class BlockPool:
         Attempts that named it stay until they are released; nobody can touch their slots any more.
         """
         for attempt in self._attempts.values():
-            if attempt.peer == incarnation:
-                attempt.peer = None
-                attempt.peer_gone = True
-        return self._leave_quarantine(entry for entry in self._quarantine.values() if entry.peer == incarnation)
+            attempt.peers.discard(incarnation)
+        for slot, entry in self._quarantine.items():
+            if incarnation in entry.peers:
+                self._quarantine[slot] = replace(entry, peers=entry.peers - {incarnation})
+        return self._leave_quarantine(entry for entry in self._quarantine.values() if not entry.peers)
 
     # --- looking ------------------------------------------------------------------------------------------
 
@@ -322,6 +331,7 @@ class BlockPool:
         assert all(self._state[slot] is SlotState.FREE for slot in self._free), "free list holds a slot in use"
         for slot, entry in self._quarantine.items():
             assert self._state[slot] is SlotState.QUARANTINED and entry.slot == slot, entry
+            assert entry.peers, f"quarantined for nobody: {entry}"
             assert entry.generation == self._generation[slot], entry
         for attempt_id, attempt in self._attempts.items():
             assert all(self._holder[slot] == attempt_id for slot in attempt.slots), attempt_id
@@ -380,19 +390,18 @@ class BlockPool:
     ) -> None:
         """Takes an attempt out of the books; a reason given means: quarantine the slots in that state."""
         attempt = self._attempts.pop(attempt_id)
-        if attempt.peer is None:
+        if not attempt.peers:
             # A peer is bound before its first transfer is posted, so without one no transfer can be under way.
-            assert owned_reason is None or attempt.peer_gone, f"{attempt_id}: released to a reader never bound"
+            assert owned_reason is None or attempt.was_bound, f"{attempt_id}: released to a reader never bound"
             reserved_reason = owned_reason = None
         for slot in attempt.slots:
             reason = reserved_reason if self._state[slot] is SlotState.RESERVED else owned_reason
             if reason is None:
                 self._set_free(slot)
                 continue
-            assert attempt.peer is not None, attempt_id
             self._state[slot] = SlotState.QUARANTINED
             self._quarantine[slot] = QuarantinedSlot(
-                slot, self._generation[slot], attempt_id, attempt.epoch, reason, attempt.peer, now_ns
+                slot, self._generation[slot], attempt_id, attempt.epoch, reason, frozenset(attempt.peers), now_ns
             )
         self._num_reserved -= attempt.num_reserved
         self._retired.pop(attempt_id, None)
