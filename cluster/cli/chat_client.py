@@ -35,7 +35,11 @@ class ChatClient:
         """Raises: EnvironmentProblem or EndpointError if no model was named and the endpoint does not list one."""
         self.base = base
         self._client = make_client(base, api_key=api_key, timeout_s=None)
-        self.model = model or self._first_model()
+        try:
+            self.model = model or self._first_model()
+        except BaseException:
+            self._client.close()
+            raise
         self.ending: Ending | None = None
         """How the last answer ended; None while one runs or after it was broken off here."""
 

@@ -25,9 +25,9 @@ def run(
     as_json: JsonOption = False,
 ) -> int:
     """Run the simulator over a range of seeds. Exit status 1 if a checker found a violation."""
+    first, end = parse_seeds(seeds)
     from cluster.sim import run_seeds
 
-    first, end = parse_seeds(seeds)
     return _report(run_seeds(first, end), as_json=as_json)
 
 
