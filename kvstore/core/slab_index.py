@@ -1,0 +1,450 @@
+"""The index of a host slab: which block is in which slot, who reads it, who is writing it. A pure state machine.
+
+Owns the state of N slots, the read leases and the write reservations. Never touches bytes, never reads a clock:
+time enters as ``now_ns`` and ``deadline_ns`` of the store node's own clock.
+
+Life cycle of a slot:
+
+    free ──reserve──> writing ──commit──> used ──evicted──> free
+    writing ──abort──> free
+    writing ──expire, or the writer's connection is lost──> quarantined ──late commit or abort, writer_dead──> free
+    used ──report_corrupt──> free, or quarantined until its readers are gone
+
+Nothing is visible before its commit. An expired writable slot is not given out again until its writer is proved
+dead or has acknowledged (a late commit or abort *is* an acknowledgement): a stopped writer that wakes up writes
+before it asks. The block's hash, however, can be reserved anew at once, in another slot.
+
+A read lease pins every slot of one match. Pinned slots are never evicted. A lease ends by ``release``, by its
+deadline or with its reader; a reader must check after copying that its lease still stood.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from heapq import heappop, heappush
+from typing import NewType
+
+from kvstore.core.eviction import EvictionPolicy
+from kvstore.core.ids import BLOCK_DIGEST_BYTES, BlockDigest, BlockHash
+
+HolderId = NewType("HolderId", str)
+"""One connection of one process life (incarnation): holder of read leases and write reservations."""
+
+LeaseId = NewType("LeaseId", int)
+"""A read lease; never reused in the life of an index."""
+
+MAX_READ_LEASES = 1 << 16
+
+
+class SlabSlotState(Enum):
+    """Where a slot is in its life cycle."""
+
+    FREE = "free"
+    WRITING = "writing"
+    USED = "used"
+    QUARANTINED = "quarantined"
+
+
+class ReserveStatus(Enum):
+    """What became of one hash of a ``reserve``."""
+
+    GRANTED = "granted"
+    PRESENT = "present"
+    IN_PROGRESS = "in_progress"
+    NO_ROOM = "no_room"
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveOutcome:
+    """Answer for one hash. ``slot`` and ``generation`` mean something only when ``status`` is GRANTED."""
+
+    status: ReserveStatus
+    slot: int = 0
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedBlock:
+    """One block of a match: where it is, which life of the slot, and the digest its bytes must have."""
+
+    slot: int
+    generation: int
+    digest: BlockDigest
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """The longest usable prefix, pinned under one lease; no blocks, no lease."""
+
+    lease_id: LeaseId | None
+    blocks: tuple[LeasedBlock, ...]
+
+
+NO_MATCH = MatchResult(None, ())
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLease:
+    """One standing read lease, for auditors."""
+
+    lease_id: LeaseId
+    reader: HolderId
+    granted_ns: int
+    deadline_ns: int
+    slots: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SlabCounters:
+    """What happened since the index was made; each only grows."""
+
+    hit_blocks: int = 0
+    missed_blocks: int = 0
+    committed_blocks: int = 0
+    evicted_blocks: int = 0
+    aborted_blocks: int = 0
+    corrupt_blocks: int = 0
+    refused_commits: int = 0
+    no_room_blocks: int = 0
+    expired_write_blocks: int = 0
+    expired_leases: int = 0
+    refused_leases: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Returns name -> count."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class SlabCounts:
+    """``free + used + writing + quarantined == total`` at any time; ``pinned`` is a part of used or quarantined."""
+
+    free: int
+    used: int
+    writing: int
+    quarantined: int
+    total: int
+    pinned: int
+    leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A write that has not been acknowledged: under way, or quarantined."""
+
+    block_hash: BlockHash
+    writer: HolderId
+    deadline_ns: int
+
+
+@dataclass(slots=True)
+class _Slots:
+    """The facts of each slot in parallel arrays: about 40 bytes per slot besides the hash itself."""
+
+    hash_of: list[BlockHash | None]
+    generation: array[int]
+    pins: array[int]
+    digests: bytearray
+    free: deque[int] = field(default_factory=deque)
+
+
+class SlabIndex:
+    """Hash to slot of one host slab. Belongs to one thread."""
+
+    def __init__(self, num_slots: int, *, policy: EvictionPolicy) -> None:
+        """``policy`` must be made for ``num_slots`` slots and belong to this index alone."""
+        assert num_slots >= 1, num_slots
+        self._total = num_slots
+        self._policy = policy
+        self._slots = _Slots(
+            hash_of=[None] * num_slots,
+            generation=array("Q", bytes(8 * num_slots)),
+            pins=array("I", bytes(4 * num_slots)),
+            digests=bytearray(BLOCK_DIGEST_BYTES * num_slots),
+            free=deque(range(num_slots)),
+        )
+        self._used: dict[BlockHash, int] = {}
+        self._writing: dict[int, _Write] = {}
+        self._writing_hashes: dict[BlockHash, int] = {}
+        self._abandoned: dict[int, _Write] = {}
+        """Slots quarantined because their writer may still write."""
+        self._condemned: set[int] = set()
+        """Slots quarantined because a corrupt block in them is still pinned."""
+        self._leases: dict[LeaseId, ReadLease] = {}
+        self._next_lease_id = 1
+        self._write_deadlines: list[tuple[int, int, int]] = []
+        self._lease_deadlines: list[tuple[int, LeaseId]] = []
+        self.counters = SlabCounters()
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def reserve(self, hashes: Sequence[BlockHash], *, writer: HolderId, deadline_ns: int) -> tuple[ReserveOutcome, ...]:
+        """Gives the writer one slot per hash that nobody has or writes, evicting where needed.
+
+        Returns one outcome per hash, in order. A hash named twice is IN_PROGRESS the second time. After the first
+        NO_ROOM every further new hash is NO_ROOM as well: a block without its parent could never be matched.
+        """
+        outcomes: list[ReserveOutcome] = []
+        # The blocks of the same request that are here already are kept from being evicted for its own tail.
+        own = {self._used[block_hash] for block_hash in hashes if block_hash in self._used}
+        is_full = False
+        for block_hash in hashes:
+            if block_hash in self._used:
+                outcomes.append(ReserveOutcome(ReserveStatus.PRESENT))
+                continue
+            if block_hash in self._writing_hashes:
+                outcomes.append(ReserveOutcome(ReserveStatus.IN_PROGRESS))
+                continue
+            slot = None if is_full else self._take_slot(own)
+            if slot is None:
+                is_full = True
+                self.counters.no_room_blocks += 1
+                outcomes.append(ReserveOutcome(ReserveStatus.NO_ROOM))
+                continue
+            self._slots.generation[slot] += 1
+            generation = self._slots.generation[slot]
+            self._writing[slot] = _Write(block_hash, writer, deadline_ns)
+            self._writing_hashes[block_hash] = slot
+            heappush(self._write_deadlines, (deadline_ns, slot, generation))
+            outcomes.append(ReserveOutcome(ReserveStatus.GRANTED, slot, generation))
+        return tuple(outcomes)
+
+    def commit(
+        self, block_hash: BlockHash, *, slot: int, generation: int, digest: BlockDigest, writer: HolderId
+    ) -> bool:
+        """Makes a written block visible. The caller commits the blocks of one prefix leaf first.
+
+        Returns False, with the block invisible, when the reservation is not (or no longer) the writer's; if its
+        slot was quarantined it is free now, because a writer that commits has stopped writing.
+        """
+        assert len(digest) == BLOCK_DIGEST_BYTES, len(digest)
+        write = self._writing.get(slot)
+        if write is None or not self._is_write_of(write, block_hash, slot, generation, writer):
+            self.counters.refused_commits += 1
+            self._acknowledge(block_hash, slot, generation, writer)
+            return False
+        self._forget_write(slot)
+        self._slots.hash_of[slot] = block_hash
+        self._slots.digests[slot * BLOCK_DIGEST_BYTES : (slot + 1) * BLOCK_DIGEST_BYTES] = digest
+        self._used[block_hash] = slot
+        self._policy.on_insert(slot, block_hash)
+        self.counters.committed_blocks += 1
+        return True
+
+    def abort(self, block_hash: BlockHash, *, slot: int, generation: int, writer: HolderId) -> bool:
+        """The writer gives its reservation up and has stopped writing: the slot is free. False: not its own."""
+        write = self._writing.get(slot)
+        if write is not None and self._is_write_of(write, block_hash, slot, generation, writer):
+            self._forget_write(slot)
+            self._slots.free.append(slot)
+        elif not self._acknowledge(block_hash, slot, generation, writer):
+            return False
+        self.counters.aborted_blocks += 1
+        return True
+
+    def writer_lost(self, writer: HolderId) -> int:
+        """The writer's connection is gone, but not proved dead: its slots are quarantined. Returns how many."""
+        slots = [slot for slot, write in self._writing.items() if write.writer == writer]
+        for slot in slots:
+            self._abandon(slot)
+        return len(slots)
+
+    def writer_dead(self, writer: HolderId) -> int:
+        """The writer is proved dead, or declares that it writes nothing any more: its slots are free. How many."""
+        self.writer_lost(writer)
+        slots = [slot for slot, write in self._abandoned.items() if write.writer == writer]
+        for slot in slots:
+            del self._abandoned[slot]
+            self._slots.free.append(slot)
+        return len(slots)
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[BlockHash], *, reader: HolderId, now_ns: int, deadline_ns: int) -> MatchResult:
+        """Finds the longest prefix of ``hashes`` that is committed without a gap and pins it until ``deadline_ns``.
+
+        Too many standing leases make it a miss.
+        """
+        slots: list[int] = []
+        for block_hash in hashes:
+            slot = self._used.get(block_hash)
+            if slot is None:
+                break
+            slots.append(slot)
+        if slots and len(self._leases) >= MAX_READ_LEASES:
+            self.counters.refused_leases += 1
+            slots.clear()
+        self.counters.hit_blocks += len(slots)
+        self.counters.missed_blocks += len(hashes) - len(slots)
+        if not slots:
+            return NO_MATCH
+        for slot, block_hash in zip(reversed(slots), reversed(hashes[: len(slots)]), strict=True):
+            self._slots.pins[slot] += 1
+            self._policy.on_hit(slot, block_hash)
+        lease_id = LeaseId(self._next_lease_id)
+        self._next_lease_id += 1
+        self._leases[lease_id] = ReadLease(lease_id, reader, now_ns, deadline_ns, tuple(slots))
+        heappush(self._lease_deadlines, (deadline_ns, lease_id))
+        return MatchResult(lease_id, tuple(self._leased_block(slot) for slot in slots))
+
+    def release(self, lease_id: LeaseId, *, reader: HolderId) -> bool:
+        """Ends a read lease. False: it stands no more, or belongs to another reader."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.reader != reader:
+            return False
+        self._end_lease(lease_id)
+        return True
+
+    def reader_lost(self, reader: HolderId) -> int:
+        """The reader's connection is gone: its leases end. Returns how many."""
+        lease_ids = [lease_id for lease_id, lease in self._leases.items() if lease.reader == reader]
+        for lease_id in lease_ids:
+            self._end_lease(lease_id)
+        return len(lease_ids)
+
+    def report_corrupt(self, block_hash: BlockHash, *, slot: int, generation: int) -> bool:
+        """Removes a block whose bytes did not have its digest. False: that life of the slot is over already.
+
+        The slot is given out again only after its last reader is gone.
+        """
+        if self._used.get(block_hash) != slot or self._slots.generation[slot] != generation:
+            return False
+        self._remove(slot)
+        self.counters.corrupt_blocks += 1
+        if self._slots.pins[slot]:
+            self._condemned.add(slot)
+        else:
+            self._slots.free.append(slot)
+        return True
+
+    # --- time ---------------------------------------------------------------------------------------------
+
+    def expire(self, now_ns: int) -> None:
+        """Ends read leases and quarantines unfinished writes whose deadline has come (deadline <= now)."""
+        while self._lease_deadlines and self._lease_deadlines[0][0] <= now_ns:
+            _, lease_id = heappop(self._lease_deadlines)
+            if lease_id in self._leases:
+                self._end_lease(lease_id)
+                self.counters.expired_leases += 1
+        while self._write_deadlines and self._write_deadlines[0][0] <= now_ns:
+            _, slot, generation = heappop(self._write_deadlines)
+            if slot in self._writing and self._slots.generation[slot] == generation:
+                self._abandon(slot)
+                self.counters.expired_write_blocks += 1
+
+    def next_deadline_ns(self) -> int | None:
+        """Returns when ``expire`` may have something to do next, or None."""
+        heads = [heap[0][0] for heap in (self._lease_deadlines, self._write_deadlines) if heap]
+        return min(heads, default=None)
+
+    # --- looking ------------------------------------------------------------------------------------------
+
+    def __contains__(self, block_hash: object) -> bool:
+        """Returns True when the block is committed. Pins nothing and is no hit."""
+        return block_hash in self._used
+
+    def state_of(self, slot: int) -> SlabSlotState:
+        """Returns the state of one slot in [0, total)."""
+        if slot in self._writing:
+            return SlabSlotState.WRITING
+        if slot in self._abandoned or slot in self._condemned:
+            return SlabSlotState.QUARANTINED
+        return SlabSlotState.FREE if self._slots.hash_of[slot] is None else SlabSlotState.USED
+
+    def leases(self) -> tuple[ReadLease, ...]:
+        """Returns the standing read leases, oldest first."""
+        return tuple(self._leases.values())
+
+    def has_unfinished_writes(self, writer: HolderId) -> bool:
+        """Returns True while a slot waits for this writer's commit, abort or death."""
+        return any(w.writer == writer for book in (self._writing, self._abandoned) for w in book.values())
+
+    def counts(self) -> SlabCounts:
+        """Returns how many slots are in which state. O(slots of standing leases)."""
+        pinned = {slot for lease in self._leases.values() for slot in lease.slots}
+        return SlabCounts(
+            free=len(self._slots.free),
+            used=len(self._used),
+            writing=len(self._writing),
+            quarantined=len(self._abandoned) + len(self._condemned),
+            total=self._total,
+            pinned=len(pinned),
+            leases=len(self._leases),
+        )
+
+    def check_invariants(self) -> None:
+        """Raises: AssertionError when the books do not agree with each other."""
+        books = (self._slots.free, self._used.values(), self._writing, self._abandoned, self._condemned)
+        everywhere = sorted(slot for book in books for slot in book)
+        assert everywhere == list(range(self._total)), f"slots lost or held twice: {everywhere}"
+        pins = [0] * self._total
+        for lease in self._leases.values():
+            for slot in lease.slots:
+                pins[slot] += 1
+        assert pins == list(self._slots.pins), f"pins {list(self._slots.pins)} but leases hold {pins}"
+        assert all(pins[slot] == 0 for slot in self._slots.free), "a pinned slot is free"
+        assert all(pins[slot] == 0 for book in (self._writing, self._abandoned) for slot in book), "pinned and writable"
+        assert all(pins[slot] for slot in self._condemned), "condemned without a reader"
+        assert {h: self._slots.hash_of[s] for h, s in self._used.items()} == {h: h for h in self._used}, "hash of slot"
+        assert self._writing_hashes == {write.block_hash: slot for slot, write in self._writing.items()}, "writes"
+        assert not self._writing_hashes.keys() & self._used.keys(), "visible while it is written"
+        assert sorted(self._policy.victims()) == sorted(self._used.values()), "the policy lost or invented a slot"
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _take_slot(self, keep: set[int]) -> int | None:
+        if self._slots.free:
+            return self._slots.free.popleft()
+        pins = self._slots.pins
+        for slot in self._policy.victims():
+            if pins[slot] == 0 and slot not in keep:
+                break
+        else:
+            return None
+        self._remove(slot)
+        self.counters.evicted_blocks += 1
+        return slot
+
+    def _remove(self, slot: int) -> None:
+        block_hash = self._slots.hash_of[slot]
+        assert block_hash is not None, slot
+        self._policy.on_remove(slot, block_hash)
+        del self._used[block_hash]
+        self._slots.hash_of[slot] = None
+
+    def _leased_block(self, slot: int) -> LeasedBlock:
+        start = slot * BLOCK_DIGEST_BYTES
+        digest = BlockDigest(bytes(self._slots.digests[start : start + BLOCK_DIGEST_BYTES]))
+        return LeasedBlock(slot, self._slots.generation[slot], digest)
+
+    def _is_write_of(self, write: _Write, block_hash: BlockHash, slot: int, generation: int, writer: HolderId) -> bool:
+        same_life = self._slots.generation[slot] == generation
+        return same_life and write.block_hash == block_hash and write.writer == writer
+
+    def _acknowledge(self, block_hash: BlockHash, slot: int, generation: int, writer: HolderId) -> bool:
+        """Frees an abandoned slot whose own writer has just said that it stopped writing."""
+        write = self._abandoned.get(slot)
+        if write is None or not self._is_write_of(write, block_hash, slot, generation, writer):
+            return False
+        del self._abandoned[slot]
+        self._slots.free.append(slot)
+        return True
+
+    def _forget_write(self, slot: int) -> _Write:
+        write = self._writing.pop(slot)
+        del self._writing_hashes[write.block_hash]
+        return write
+
+    def _abandon(self, slot: int) -> None:
+        self._abandoned[slot] = self._forget_write(slot)
+
+    def _end_lease(self, lease_id: LeaseId) -> None:
+        for slot in self._leases.pop(lease_id).slots:
+            self._slots.pins[slot] -= 1
+            if self._slots.pins[slot] == 0 and slot in self._condemned:
+                self._condemned.discard(slot)
+                self._slots.free.append(slot)
