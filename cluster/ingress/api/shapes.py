@@ -53,7 +53,7 @@ class AnswerShape(ABC):
             "model": model,
             "system_fingerprint": fingerprint,
         }
-        self._chunk_usage: None | UnsetType = None if plan.include_usage else UNSET
+        self._chunk_usage: UnsetType | None = None if plan.include_usage else UNSET
 
     @classmethod
     def of(cls, plan: AnswerPlan) -> type[AnswerShape]:

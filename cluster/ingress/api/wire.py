@@ -95,7 +95,7 @@ class AnswerBody(Struct, frozen=True, kw_only=True):
     model: str
     system_fingerprint: str | None
     choices: list[Any]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class Model(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,193 @@
+"""The HTTP application: which path does what, and the shape of every error.
+
+Owns routes and error handlers. Holds no state of requests: that is the backend's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cluster.ingress.api.answer import Receive, Send
+from cluster.ingress.api.backend import DEFAULT_TENANT, Backend
+from cluster.ingress.api.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, as_api_error, echo
+from cluster.ingress.api.identity import RequestIdentity, request_id_of
+from cluster.ingress.api.parse import ClientGone, parse, read_body
+from cluster.ingress.api.schema import ChatRequest, CompletionRequest
+from cluster.ingress.api.services import ApiLimits, Services
+from cluster.ingress.api.stream import StreamedAnswer
+from cluster.ingress.api.tokenizer import TokenizerBundle
+from cluster.ingress.api.whole import WholeAnswer
+from cluster.ingress.api.wire import Model, ModelList, encode_json
+from kvstore.errors import KopirError
+
+logger = logging.getLogger(__name__)
+
+MAX_LABEL_CHARS = 128
+
+Scope = Any
+
+
+def create_app(
+    backend: Backend, tokenizer: TokenizerBundle, limits: ApiLimits | None = None, **collaborators: Any
+) -> FastAPI:
+    """Returns the application in front of ``backend``.
+
+    ``collaborators``: ``metrics``, clocks and randomness of ``Services``; left out, the real ones.
+    """
+    services = Services(backend=backend, tokenizer=tokenizer, limits=limits or ApiLimits(), **collaborators)
+    info = InfoEndpoints(services)
+    app = FastAPI(
+        title="Kopir",
+        openapi_url=None,
+        routes=[
+            Route("/v1/chat/completions", GenerationEndpoint(services, ChatRequest), methods=["POST"]),
+            Route("/v1/completions", GenerationEndpoint(services, CompletionRequest), methods=["POST"]),
+            Route("/v1/models", info.models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", info.model, methods=["GET"]),
+            Route("/v1/requests/{request_id}", info.request_record, methods=["GET"]),
+            Route("/v1/requests/{request_id}/cancel", info.cancel, methods=["POST"]),
+            Route("/healthz", info.healthz, methods=["GET"]),
+            Route("/readyz", info.readyz, methods=["GET"]),
+            Route("/metrics", info.metrics, methods=["GET"]),
+        ],
+        exception_handlers=_error_handlers(services),
+    )
+    app.add_middleware(RequestIdentity, make_request_id=services.make_request_id)
+    return app
+
+
+class GenerationEndpoint:
+    """``POST /v1/chat/completions`` or ``/v1/completions``, as a bare ASGI application: it needs ``receive``."""
+
+    def __init__(self, services: Services, kind: type[ChatRequest] | type[CompletionRequest]) -> None:
+        self._services = services
+        self._kind = kind
+        self._planner = services.planner()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services = self._services
+        arrived_s = services.monotonic_s()
+        headers = Request(scope).headers
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise InvalidRequest("content-encoding: compressed bodies are not supported.", param="content-encoding")
+        length = headers.get("content-length", "")
+        try:
+            body = await read_body(
+                receive,
+                content_length=int(length) if length.isascii() and length.isdecimal() else None,
+                limit_bytes=services.limits.max_body_bytes,
+            )
+        except ClientGone:
+            return
+        if self._kind is ChatRequest:
+            plan = await self._planner.chat(parse(body, ChatRequest))
+        else:
+            plan = await self._planner.completion(parse(body, CompletionRequest))
+        answer = (StreamedAnswer if plan.stream else WholeAnswer)(
+            services,
+            plan,
+            request_id=request_id_of(scope),
+            label=_label(headers.get("x-request-id")),
+            tenant=DEFAULT_TENANT,
+            arrived_s=arrived_s,
+        )
+        await answer.run(receive, send)
+
+
+class InfoEndpoints:
+    """Everything that does not generate."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def models(self, request: Request) -> Response:
+        return _json(ModelList(data=[self._model()]))
+
+    async def model(self, request: Request) -> Response:
+        asked = request.path_params["model_id"]
+        if asked != self._services.backend.model_id:
+            raise NotFound(f"The model {echo(asked)} does not exist.", param="model", code="model_not_found")
+        return _json(self._model())
+
+    async def request_record(self, request: Request) -> Response:
+        return await self._record(request, self._services.backend.request_record)
+
+    async def cancel(self, request: Request) -> Response:
+        return await self._record(request, self._services.backend.cancel)
+
+    async def healthz(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def readyz(self, request: Request) -> Response:
+        state = self._services.backend.ready()
+        body = {"status": "ready" if state.ready else "not_ready", "message": state.message, "detail": state.detail}
+        if state.ready:
+            return _json(body)
+        message = state.message or "not ready"
+        error = {"message": message, "type": "server_error", "param": None, "code": "not_ready"}
+        return _json(body | {"error": error}, status=503, headers={"retry-after": "1"})
+
+    async def metrics(self, request: Request) -> Response:
+        metrics = self._services.metrics
+        return Response(metrics.render(), headers={"content-type": metrics.content_type})
+
+    def _model(self) -> Model:
+        backend = self._services.backend
+        return Model(id=backend.model_id, created=backend.created, max_model_len=backend.max_model_len)
+
+    async def _record(self, request: Request, ask: Callable[..., Awaitable[dict[str, Any] | None]]) -> Response:
+        request_id = request.path_params["request_id"]
+        record = await ask(request_id, tenant=DEFAULT_TENANT)
+        if record is None:
+            raise NotFound(f"No request {echo(request_id)} is known.", param="request_id", code="request_not_found")
+        return _json(record)
+
+
+def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
+    def answer(request: Request, error: ApiError) -> Response:
+        services.metrics.errors.labels(str(error.status), error.code or "").inc()
+        response = Response(error.body(), status_code=error.status, media_type="application/json")
+        response.raw_headers.extend(error.headers())
+        return response
+
+    async def expected(request: Request, error: Exception) -> Response:
+        api_error = as_api_error(error)
+        if api_error.status == 500:
+            logger.error("request_failed request_id=%s", request_id_of(request.scope), exc_info=error)
+        return answer(request, api_error)
+
+    async def routing(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), error
+        path = f"{request.method} {echo(request.url.path)}"
+        if error.status_code == 405:
+            response = answer(request, MethodNotAllowed(f"{path} is not possible.", code="method_not_allowed"))
+            response.headers.update({k: v for k, v in (error.headers or {}).items() if k.lower() == "allow"})
+            return response
+        return answer(request, NotFound(f"{path} does not exist on this server.", code="unknown_path"))
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        response = answer(request, as_api_error(error))
+        # This handler stands outside of every middleware, so it names the request itself.
+        response.headers["x-request-id"] = request_id_of(request.scope)
+        return response
+
+    return {KopirError: expected, HTTPException: routing, Exception: unexpected}
+
+
+def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode_json(value), status_code=status, headers=headers, media_type="application/json")
+
+
+def _label(value: str | None) -> str | None:
+    """Returns a client's own id, fit for a log line."""
+    if not value:
+        return None
+    return "".join(char if char.isprintable() else "?" for char in value[:MAX_LABEL_CHARS])
