@@ -1,0 +1,1 @@
+"""All Ray calls live here: actors, their handles, the local cluster. Nothing else imports ``ray``."""

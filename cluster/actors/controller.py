@@ -1,0 +1,270 @@
+"""The controller: starts store node and workers, watches them, replaces the dead, tells ingresses who is there.
+
+Owns the membership (soft state). Watches each process by one call that never returns while it lives, so that a
+death is seen when it happens and not at the next poll. Never sees requests, tokens or KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import Any
+
+import msgspec
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
+
+from cluster.actors.store import StoreActor
+from cluster.actors.worker import WorkerActor
+from cluster.core.membership import Membership
+from cluster.view import ClusterPlan, ClusterView, StoreAddress, WorkerView
+from kvstore.core.identity import Fingerprint, differences
+from kvstore.net.host import new_incarnation
+from workers.spec import DecodeAddress, IngressAddress, WorkerJoin, WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER_NAME = "kopir-controller"
+NAMESPACE = "kopir"
+WATCH_DEADLINE_S = 10.0
+CALL_DEADLINE_S = 10.0
+START_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 2.0
+
+
+class _Life:
+    """One running worker process."""
+
+    def __init__(self, spec: WorkerSpec, actor: ActorHandle) -> None:
+        self.spec = spec
+        self.actor = actor
+        self.join: WorkerJoin | None = None
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=256, num_cpus=0)
+class ControllerActor:
+    """One per cluster."""
+
+    def __init__(self, plan: ClusterPlan, secret: bytes) -> None:
+        self._plan = plan
+        self._secret = secret
+        self._membership = Membership()
+        self._lives: dict[str, _Life] = {}
+        self._ingresses: dict[str, IngressAddress] = {}
+        self._store: ActorHandle | None = None
+        self._store_address: StoreAddress | None = None
+        self._fingerprint: Fingerprint | None = None
+        self._changed = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    # --- start and stop -----------------------------------------------------------------------------------
+
+    async def start(self) -> ClusterView:
+        """Starts everything of the plan; returns once each worker is ready or refused.
+
+        Raises: what a worker or the store node raised while starting (for example EnvironmentProblem).
+        """
+        if self._plan.store is not None:
+            await self._start_store()
+        await asyncio.gather(*(self._start_worker(spec) for spec in self._plan.workers))
+        return self._view()
+
+    async def stop(self) -> None:
+        """Stops workers and store node; bounded by ``STOP_DEADLINE_S``."""
+        self._stopping = True
+        actors = [life.actor for life in self._lives.values()]
+        if self._store is not None:
+            actors.append(self._store)
+        stops = [actor.stop.remote() for actor in actors]
+        await asyncio.wait(
+            [asyncio.ensure_future(_quiet(stop)) for stop in stops] or [asyncio.sleep(0)], timeout=STOP_DEADLINE_S
+        )
+        for actor in actors:
+            ray.kill(actor, no_restart=True)
+
+    # --- store node ---------------------------------------------------------------------------------------
+
+    async def _start_store(self) -> None:
+        assert self._plan.store is not None
+        spec = msgspec.structs.replace(self._plan.store, incarnation=new_incarnation())
+        self._store = StoreActor.remote(spec, self._secret)
+        self._store_address = await self._store.start.remote()
+        self._spawn(self._watch_store(self._store))
+        for life in self._lives.values():
+            await _quiet(life.actor.set_store.remote(self._store_address.host, self._store_address.port))
+
+    async def _watch_store(self, store: ActorHandle) -> None:
+        await _quiet(store.wait_until_stopped.remote())
+        if not self._stopping and store is self._store:
+            logger.warning("store_lost restarting=true")
+            await asyncio.sleep(0.2)
+            await self._start_store()
+
+    # --- workers ------------------------------------------------------------------------------------------
+
+    async def _start_worker(self, template: WorkerSpec) -> None:
+        spec = msgspec.structs.replace(
+            template,
+            incarnation=new_incarnation(),
+            store_host=self._store_address.host if self._store_address else None,
+            store_port=self._store_address.port if self._store_address else None,
+        )
+        env = self._plan.thread_environment.get(spec.role, {})
+        actor = WorkerActor.options(runtime_env={"env_vars": env}).remote(spec, self._secret)
+        life = _Life(spec, actor)
+        self._lives[spec.worker_id] = life
+        self._membership.starting(spec.worker_id, spec.role, spec.incarnation)
+        await self._notify()
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                life.join = await actor.start.remote()
+        except RayActorError:
+            await self._worker_lost(life)
+            return
+        self._membership.joined(spec.worker_id, spec.incarnation, pid=life.join.pid)
+        self._spawn(self._watch_worker(life))
+        await self._notify()
+        await self._admit(life)
+
+    async def _admit(self, life: _Life) -> None:
+        """Compares fingerprints, connects the worker to ingresses and peers, then lets it serve."""
+        assert life.join is not None
+        fingerprint = Fingerprint.from_dict(life.join.fingerprint)
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint
+        differing = tuple(differences(self._fingerprint, fingerprint))
+        if differing:
+            self._membership.refused(life.spec.worker_id, life.spec.incarnation, differing)
+            logger.warning("worker_refused worker=%s fields=%s", life.spec.worker_id, ",".join(differing))
+            await self._notify()
+            return
+        for address in self._ingresses.values():
+            await life.actor.add_ingress.remote(address)
+        await self._warm_pairs(life)
+        self._membership.ready(life.spec.worker_id, life.spec.incarnation)
+        await self._notify()
+
+    async def _warm_pairs(self, life: _Life) -> None:
+        """Opens the KV link of every pair this life is part of, so that no request pays for it."""
+        joined = [other for other in self._lives.values() if other.join is not None and other is not life]
+        pairs = []
+        if life.spec.role == "prefill":
+            pairs = [(life, other) for other in joined if other.spec.role == "decode"]
+        elif life.spec.role == "decode":
+            pairs = [(other, life) for other in joined if other.spec.role == "prefill"]
+        for prefill, decode in pairs:
+            await _quiet(prefill.actor.warm_decode_peer.remote(_decode_address(decode)))
+
+    async def _watch_worker(self, life: _Life) -> None:
+        await _quiet(life.actor.wait_until_stopped.remote())
+        await self._worker_lost(life)
+
+    async def _worker_lost(self, life: _Life) -> None:
+        if self._stopping:
+            return
+        spec = life.spec
+        slot = self._membership.lost(spec.worker_id, spec.incarnation, time.monotonic_ns())
+        if slot is None:
+            return
+        logger.warning("worker_lost worker=%s incarnation=%s", spec.worker_id, spec.incarnation)
+        await self._notify()
+        others = [other for other in self._lives.values() if other is not life and other.join is not None]
+        await asyncio.gather(*(_quiet(other.actor.peer_gone.remote(spec.incarnation)) for other in others))
+        if slot.restart_at_ns is None:
+            logger.error("worker_given_up worker=%s", spec.worker_id)
+            return
+        await asyncio.sleep(max(0, slot.restart_at_ns - time.monotonic_ns()) / 1e9)
+        if not self._stopping:
+            self._spawn(self._start_worker(spec))
+
+    # --- ingresses and people -----------------------------------------------------------------------------
+
+    async def register_ingress(self, address: IngressAddress) -> ClusterView:
+        """Lets every worker dial a new ingress. Returns the membership."""
+        self._ingresses[address.incarnation] = address
+        lives = [life for life in self._lives.values() if life.join is not None]
+        await asyncio.gather(*(_quiet(life.actor.add_ingress.remote(address)) for life in lives))
+        return self._view()
+
+    async def forget_ingress(self, incarnation: str) -> None:
+        """An ingress is gone; workers stop dialling it."""
+        if self._ingresses.pop(incarnation, None) is not None:
+            lives = [life for life in self._lives.values() if life.join is not None]
+            await asyncio.gather(*(_quiet(life.actor.remove_ingress.remote(incarnation)) for life in lives))
+
+    async def watch(self, after_version: int) -> ClusterView:
+        """Returns the membership once it is newer than ``after_version``, or after ``WATCH_DEADLINE_S``."""
+        async with self._changed:
+            try:
+                async with asyncio.timeout(WATCH_DEADLINE_S):
+                    await self._changed.wait_for(lambda: self._membership.version > after_version)
+            except TimeoutError:
+                pass
+        return self._view()
+
+    async def status(self) -> dict[str, Any]:
+        """Returns the controller's and the store node's part of ``kopir status --json``."""
+        store: list[dict[str, Any]] = []
+        if self._store is not None:
+            answer = await _quiet(self._store.status.remote())
+            if answer:
+                store.append(answer)
+        return {
+            "controller": {"pid": os.getpid()},
+            "store": store,
+            "ingress": [{"id": a.ingress_id, "pid": a.pid} for a in self._ingresses.values()],
+        }
+
+    def _view(self) -> ClusterView:
+        views = []
+        for name in sorted(self._membership.slots):
+            slot = self._membership.slots[name]
+            life = self._lives[name]
+            views.append(
+                WorkerView(
+                    worker_id=name,
+                    role=slot.role,
+                    state=slot.state.value,
+                    incarnation=slot.incarnation,
+                    pid=slot.pid,
+                    node=life.spec.node,
+                    host_identity=life.join.host_identity if life.join else "",
+                    pool_blocks=life.spec.pool_blocks,
+                    refused_fields=slot.refused_fields,
+                )
+            )
+        return ClusterView(version=self._membership.version, workers=tuple(views), gone=tuple(self._membership.gone))
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _decode_address(life: _Life) -> DecodeAddress:
+    assert life.join is not None
+    return DecodeAddress(
+        worker_id=life.join.worker_id,
+        incarnation=life.join.incarnation,
+        kv_host=life.join.kv_host,
+        kv_port=life.join.kv_port,
+    )
+
+
+async def _quiet(reference: Any) -> Any:
+    """Awaits a Ray call to a process that may be dead or slow. Returns None instead of raising."""
+    try:
+        return await reference
+    except (RayActorError, ray.exceptions.RayTaskError, asyncio.CancelledError) as error:
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        logger.info("call_failed error=%s", error)
+        return None

@@ -1,0 +1,82 @@
+"""The Ray Serve deployment around one ingress process.
+
+Builds the HTTP application over the relay backend, keeps the membership current by a long poll at the controller,
+and answers the internal status. Serve may route a request to another replica inside its accept handshake; a request
+id is made inside the replica that runs the handler, so no id is ever seen twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import suppress
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayActorError
+
+from cluster.actors.controller import CONTROLLER_NAME, NAMESPACE
+from cluster.config import Config
+from cluster.ingress.app import IngressApp
+from kvstore.core.ids import Incarnation
+from kvstore.net.host import new_incarnation
+from workers.spec import IngressAddress
+
+logger = logging.getLogger(__name__)
+
+DEPLOYMENT_NAME = "kopir-ingress"
+APPLICATION_NAME = "kopir"
+CONTROLLER_RETRY_S = 0.5
+
+
+@serve.deployment(name=DEPLOYMENT_NAME, ray_actor_options={"num_cpus": 0, "max_task_retries": 0})
+@serve.ingress()
+class IngressDeployment:
+    """One ingress replica."""
+
+    def __init__(self, config: Config, model_path: str, secret: bytes) -> None:
+        self._incarnation: Incarnation = new_incarnation()
+        self._ingress = IngressApp(config, model_path, secret, self._incarnation)
+        self._controller = ray.get_actor(CONTROLLER_NAME, namespace=NAMESPACE)
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._ingress.build(on_start=self._start, on_stop=self._stop, cluster_status=self._cluster_status)
+
+    async def _start(self) -> None:
+        host, port = await self._ingress.start()
+        address = IngressAddress(
+            ingress_id=f"ingress-{self._incarnation[:8]}",
+            incarnation=self._incarnation,
+            host=host,
+            port=port,
+            pid=os.getpid(),
+        )
+        self._ingress.set_view(await self._controller.register_ingress.remote(address))
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _stop(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        await self._ingress.close()
+
+    async def _watch(self) -> None:
+        """Keeps the membership current. A controller that is gone leaves the last view standing."""
+        while True:
+            try:
+                view = await self._controller.watch.remote(self._ingress.view_version)
+                self._ingress.set_view(view)
+            except RayActorError as error:
+                logger.warning("controller_lost error=%s", error)
+                await asyncio.sleep(CONTROLLER_RETRY_S)
+                with suppress(ValueError):
+                    self._controller = ray.get_actor(CONTROLLER_NAME, namespace=NAMESPACE)
+
+    async def _cluster_status(self) -> dict[str, Any]:
+        try:
+            return await asyncio.wait_for(self._controller.status.remote(), timeout=5)
+        except (RayActorError, TimeoutError):
+            return {"controller": {"pid": None}, "store": []}

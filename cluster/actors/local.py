@@ -1,0 +1,127 @@
+"""A Ray cluster on this machine, or a connection to a running one; Serve on top of it; and the end of both."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from cluster.actors.controller import CONTROLLER_NAME, NAMESPACE, ControllerActor
+from cluster.actors.ingress import APPLICATION_NAME, IngressDeployment
+from cluster.config import Config
+from cluster.view import ClusterPlan, ClusterView
+from kvstore.errors import EnvironmentProblem
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Small on purpose: no KV and no tokens go through Ray's object store."""
+MAX_ONGOING_REQUESTS = 4096
+RAY_ENVIRONMENT = {
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def start_ray(config: Config) -> None:
+    """Starts a local cluster with token authentication, or connects to ``cluster.address``.
+
+    Raises: EnvironmentProblem when Ray cannot start or nothing answers at the address.
+    """
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    options: dict[str, Any] = {"log_to_driver": False, "namespace": NAMESPACE, "logging_level": logging.ERROR}
+    if config.cluster.address == "local":
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        options |= {
+            "address": "local",
+            "num_cpus": max(4, os.cpu_count() or 1),
+            "num_gpus": None,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": str(_short_temp_dir()),
+        }
+    else:
+        options["address"] = config.cluster.address
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+        raise EnvironmentProblem(f"Ray did not start (cluster.address={config.cluster.address}): {error}") from error
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises: EnvironmentProblem when the HTTP address cannot be taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"server.port: cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
+            ) from error
+
+
+def free_port(host: str) -> int:
+    """Returns a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class LocalCluster:
+    """Controller, workers, store node and Serve of one ``kopir serve``."""
+
+    def __init__(self, config: Config, plan: ClusterPlan, *, model_path: str, secret: bytes) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._secret = secret
+        self._controller = ControllerActor.options(name=CONTROLLER_NAME, lifetime="detached").remote(plan, secret)
+        self._started = self._controller.start.remote()
+
+    def start_http(self, port: int) -> None:
+        """Starts Serve's proxy and the ingress replicas; workers may still be loading."""
+        server = self._config.server
+        serve.start(http_options={"host": server.host, "port": port, "location": "HeadOnly"})
+        app = IngressDeployment.options(
+            num_replicas=self._config.ingress.replicas,
+            max_ongoing_requests=MAX_ONGOING_REQUESTS,
+            graceful_shutdown_timeout_s=2,
+            graceful_shutdown_wait_loop_s=0.1,
+            health_check_period_s=5,
+        ).bind(self._config, self._model_path, self._secret)
+        serve.run(app, name=APPLICATION_NAME, route_prefix="/")
+
+    def wait_started(self) -> ClusterView:
+        """Waits for the workers. Raises: what a worker raised while starting."""
+        return ray.get(self._started)
+
+    def stop(self) -> None:
+        """Stops everything this cluster started, detached actors included."""
+        try:
+            ray.get(self._controller.stop.remote(), timeout=3)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("controller_stop_failed error=%s", error)
+        ray.kill(self._controller)
+
+
+def stop_ray(*, local: bool) -> None:
+    """Ends Serve and the connection; a local cluster ends with it."""
+    if ray.is_initialized():
+        if not local:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def _short_temp_dir() -> Path:
+    """Ray puts Unix sockets into its folder, whose paths must stay short."""
+    return Path(tempfile.gettempdir()) / f"kopir-ray-{os.getuid()}"

@@ -1,0 +1,175 @@
+"""The main job: one serve from its first check to its last process.
+
+Owns everything it starts and the order of start and end. Life cycle: checks that cost nothing -> Ray -> controller
+and workers, with the HTTP side coming up at the same time -> ready -> waits for a signal or a fault -> stops all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+
+import httpx
+import psutil
+
+from cluster import plan as planning
+from cluster import runfile
+from cluster.config import Config
+from kvstore.errors import EnvironmentProblem, FatalError, KopirError
+from workers.model import hub
+
+logger = logging.getLogger(__name__)
+
+READY_DEADLINE_S = 60.0
+READY_POLL_S = 0.05
+SECRET_BYTES = 32
+DOWN_DEADLINE_S = 10.0
+
+
+def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
+    """Serves until a signal. ``on_ready`` gets the base URL once a request would be answered.
+
+    Returns: 0 after SIGINT or SIGTERM. Raises: BadInput, EnvironmentProblem; nothing is left running then.
+    """
+    planning.check_supported(config)
+    resolved = hub.resolve(config.model)
+    model_path = Path(resolved.path)
+    shape = planning.read_model_shape(model_path)
+    plan = planning.make_plan(
+        config, model_path=model_path, model_revision=resolved.revision, shape=shape, cores=os.cpu_count() or 1
+    )
+    planning.check_memory(planning.bytes_needed(config, shape), psutil.virtual_memory().available)
+    # Importing Ray takes a second; complaints about the configuration should not wait for it.
+    from cluster.actors import local
+
+    local.check_port(config.server.host, config.server.port)
+    port = config.server.port or local.free_port(config.server.host)
+    stop = _StopSignal()
+    local.start_ray(config)
+    cluster: local.LocalCluster | None = None
+    try:
+        stop.install()
+        cluster = local.LocalCluster(config, plan, model_path=str(model_path), secret=cluster_secret(config))
+        url = f"http://{config.server.host}:{port}"
+        _start(cluster, port, url, stop)
+        if stop.is_set():
+            return 0
+        run_file = runfile.write(url=url, ray_address=local.ray_address(), started_at=datetime.now(UTC).isoformat())
+        try:
+            on_ready(url)
+            return _wait(cluster, stop)
+        finally:
+            run_file.unlink(missing_ok=True)
+    finally:
+        stop.quiet()
+        if cluster is not None:
+            cluster.stop()
+        local.stop_ray(local=config.cluster.address == "local")
+
+
+def cluster_secret(config: Config) -> bytes:
+    """Returns the secret that the processes of this cluster share. Raises: EnvironmentProblem."""
+    if config.auth.cluster_secret_file is None:
+        return secrets.token_bytes(SECRET_BYTES)
+    path = Path(config.auth.cluster_secret_file)
+    try:
+        if path.stat().st_mode & 0o077:
+            raise EnvironmentProblem(f"auth.cluster_secret_file: {path} is readable by others; run chmod 600 on it")
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise EnvironmentProblem(f"auth.cluster_secret_file: {path}: {error.strerror}") from error
+    if len(secret) < SECRET_BYTES // 2:
+        raise EnvironmentProblem(f"auth.cluster_secret_file: {path} holds fewer than {SECRET_BYTES // 2} bytes")
+    return secret
+
+
+def down(address: str | None) -> bool:
+    """Stops the running serve of this user, wherever it was started from. Returns False when nothing ran.
+
+    Raises: EnvironmentProblem when it does not end within ``DOWN_DEADLINE_S``.
+    """
+    found = False
+    for info in runfile.read_all():
+        if address is not None and address not in (info.ray_address, info.url):
+            continue
+        found = True
+        process = psutil.Process(info.pid)
+        process.terminate()
+        try:
+            process.wait(DOWN_DEADLINE_S)
+        except psutil.TimeoutExpired as error:
+            raise EnvironmentProblem(
+                f"process {info.pid} did not stop within {DOWN_DEADLINE_S:.0f} s; end it with kill -9"
+            ) from error
+    return found
+
+
+class _StopSignal:
+    """SIGINT or SIGTERM, once; a second one during the stop is ignored, so that the stop can finish."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def quiet(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._event.wait(timeout_s)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._event.set()
+
+
+def _start(cluster: object, port: int, url: str, stop: _StopSignal) -> None:
+    """Brings up workers and HTTP side by side; returns when the endpoint is ready or a signal came."""
+    from cluster.actors.local import LocalCluster
+
+    assert isinstance(cluster, LocalCluster)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        workers = pool.submit(cluster.wait_started)
+        cluster.start_http(port)
+        workers.result()
+    deadline = time.monotonic() + READY_DEADLINE_S
+    reason = "no answer"
+    while not stop.is_set():
+        try:
+            answer = httpx.get(f"{url}/readyz", timeout=5.0)
+            if answer.status_code == 200:
+                return
+            reason = answer.text[:300]
+        except httpx.HTTPError as error:
+            reason = str(error)
+        if time.monotonic() > deadline:
+            raise FatalError(f"the endpoint did not become ready within {READY_DEADLINE_S:.0f} s: {reason}")
+        stop.wait(READY_POLL_S)
+
+
+def _wait(cluster: object, stop: _StopSignal) -> int:
+    """Waits for a signal. Raises: FatalError when the controller dies."""
+    from cluster.actors.local import LocalCluster
+
+    assert isinstance(cluster, LocalCluster)
+    while not stop.wait(1.0):
+        if not cluster.is_alive():
+            raise FatalError("the controller died; everything is being stopped")
+    return 0
+
+
+__all__ = ["KopirError", "cluster_secret", "down", "run"]

@@ -1,0 +1,61 @@
+"""What the controller tells an ingress about the cluster, and how a cluster is planned.
+
+Owns nothing; plain data that crosses process borders.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from workers.spec import WorkerSpec
+
+
+class WorkerView(Struct, frozen=True, kw_only=True):
+    """One worker slot as the ingress routes by it."""
+
+    worker_id: str
+    role: str
+    state: str
+    incarnation: str
+    pid: int | None
+    node: str
+    host_identity: str
+    pool_blocks: int
+    refused_fields: tuple[str, ...] = ()
+
+
+class ClusterView(Struct, frozen=True, kw_only=True):
+    """A snapshot of the membership. ``gone`` lists incarnations proved dead."""
+
+    version: int
+    workers: tuple[WorkerView, ...]
+    gone: tuple[str, ...]
+
+
+class StoreSpec(Struct, frozen=True, kw_only=True):
+    """One store node: how many blocks of how many bytes its slab holds, and where it listens."""
+
+    node: str
+    incarnation: str
+    block_bytes: int
+    num_blocks: int
+    bind_host: str
+    host_identity: str
+
+
+class StoreAddress(Struct, frozen=True, kw_only=True):
+    """Where a store node that is up listens."""
+
+    incarnation: str
+    host: str
+    port: int
+    pid: int
+
+
+class ClusterPlan(Struct, frozen=True, kw_only=True):
+    """What the controller starts. Worker specs are templates: each life gets a fresh incarnation."""
+
+    workers: tuple[WorkerSpec, ...]
+    store: StoreSpec | None
+    thread_environment: dict[str, dict[str, str]]
+    """Environment variables per role, set before torch is imported."""

@@ -1,0 +1,72 @@
+"""The waiting line: bounded, first come first served, exact keys."""
+
+from __future__ import annotations
+
+from workers.core.waiting_line import WaitingLine
+
+
+def make_line(*names: str, limit: int = 8) -> WaitingLine[str]:
+    line: WaitingLine[str] = WaitingLine(limit)
+    for number, name in enumerate(names):
+        assert line.join((name, 1), name, deadline_ns=100 + number)
+    return line
+
+
+def test_head_is_never_overtaken() -> None:
+    """A head that does not fit stops the line; nobody behind it is offered."""
+    line = make_line("big", "small")
+    offered: list[str] = []
+
+    def refuse(entry: str) -> bool:
+        offered.append(entry)
+        return False
+
+    assert line.admit(refuse) == 0
+    assert (offered, len(line)) == (["big"], 2)
+
+
+def test_admit_goes_on_until_one_does_not_fit() -> None:
+    """Everything that fits in order is admitted in order."""
+    line = make_line("a", "b", "c")
+    admitted: list[str] = []
+
+    def admit(entry: str) -> bool:
+        if entry == "c":
+            return False
+        admitted.append(entry)
+        return True
+
+    assert line.admit(admit) == 2
+    assert admitted == ["a", "b"]
+    assert ("c", 1) in line
+
+
+def test_full_line_refuses() -> None:
+    """The bound holds."""
+    line = make_line("a", "b", limit=2)
+    assert not line.join(("c", 1), "c", deadline_ns=1)
+    assert len(line) == 2
+
+
+def test_leave_takes_the_exact_key_only() -> None:
+    """F39: leaving "job-1" never touches "job-10", nor another epoch of the same attempt."""
+    line = make_line("job-1", "job-10")
+    assert line.leave(("job-1", 2)) is None
+    assert line.leave(("job-1", 1)) == "job-1"
+    assert line.leave(("", 1)) is None
+    assert ("job-10", 1) in line
+
+
+def test_expire_takes_only_the_late() -> None:
+    """An entry is late at its deadline, not before."""
+    line = make_line("a", "b", "c")
+    assert line.expire(99) == []
+    assert line.expire(101) == ["a", "b"]
+    assert len(line) == 1
+
+
+def test_entry_that_ends_while_offered_is_gone() -> None:
+    """An admission may end its own entry; the line stays sound."""
+    line = make_line("a", "b")
+    assert line.admit(lambda entry: line.leave((entry, 1)) is not None or True) == 2
+    assert len(line) == 0

@@ -1,0 +1,520 @@
+"""The decode side of a worker: reserve blocks, receive them, decode, publish.
+
+Owns the decode attempts of this worker and everything they hold: blocks, lease, place in the engine. Runs on the
+link loop only; engine and transport report back by calls posted to that loop.
+
+Life of an attempt: waiting -> reserved -> receiving -> decoding -> gone. It leaves by its last token, a cancel, the
+end of its reservation or lease, a fault, or the end of the worker; each way frees its blocks exactly once, and blocks
+that a transfer may still write go to quarantine instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvstore.transport.base import BlockReceive, TransferResult, Transport
+
+from kvstore.core.block_pool import BlockPool, Reservation
+from kvstore.core.ids import AttemptId, Incarnation
+from kvstore.core.messages import (
+    AttemptFault,
+    BlocksLanded,
+    BlocksPosted,
+    Cancel,
+    CancelAck,
+    Credit,
+    HandOff,
+    HandOffDone,
+    PostedBlock,
+    PrefillAbandoned,
+    Refused,
+    Reserve,
+    Reserved,
+    StreamDelta,
+    Ticket,
+)
+from workers.core.hand_off import HandOffState, HandOffTracker, Refusal
+from workers.core.waiting_line import WaitingLine
+from workers.engine_loop import AttemptKey, DecodeSequence, EngineLoop, NewToken, end_reason
+from workers.ingress_link import IngressLink
+from workers.kv_link import KvPeer
+from workers.kv_pool import KvPool
+from workers.spec import WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+SEEN_ATTEMPTS_MAX = 4096
+
+
+@dataclass(slots=True)
+class DecodeAttempt:
+    """One attempt that holds blocks here."""
+
+    request: Reserve
+    link: IngressLink
+    slots: tuple[int, ...]
+    """Block table: the prompt's blocks, then those for the tokens to come."""
+    tracker: HandOffTracker
+    peer: KvPeer | None = None
+    decoding: bool = False
+    num_generated: int = 0
+    ended: bool = False
+    pending: list[StreamDelta] = field(default_factory=list)
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.request.attempt_id, self.request.epoch
+
+
+class DecodeSide:
+    """All decode attempts of one worker."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        pool: BlockPool,
+        memory: KvPool,
+        transport: Transport,
+        engine: EngineLoop,
+        clock_ns: Callable[[], int],
+        post: Callable[..., None],
+    ) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._memory = memory
+        self._transport = transport
+        self._engine = engine
+        self._clock_ns = clock_ns
+        self._post = post
+        self._attempts: dict[AttemptKey, DecodeAttempt] = {}
+        self._waiting: WaitingLine[tuple[IngressLink, Reserve]] = WaitingLine(spec.max_waiting)
+        self._seen: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._receiving: dict[AttemptKey, int] = {}
+        """Blocks per attempt whose transfer has not come to its end; their slots are fenced until it has."""
+        self._scratch = bytearray(memory.block_bytes)
+        self.kv_address: tuple[str, int] = ("", 0)
+        self.counters = dict.fromkeys(
+            (
+                "tokens_published",
+                "tokens_discarded",
+                "blocks_landed",
+                "blocks_corrupt",
+                "blocks_failed",
+                "reservations_expired",
+                "leases_expired",
+                "stale_messages",
+            ),
+            0,
+        )
+
+    # --- what the worker may ask --------------------------------------------------------------------------
+
+    def load(self) -> tuple[int, int]:
+        """Returns (attempts that hold blocks, attempts that wait for blocks)."""
+        return len(self._attempts), len(self._waiting)
+
+    def block_table(self, key: AttemptKey) -> tuple[int, ...] | None:
+        """Returns the slots of an attempt that holds blocks here, or None."""
+        attempt = self._attempts.get(key)
+        return attempt.slots if attempt is not None else None
+
+    # --- from the ingress ---------------------------------------------------------------------------------
+
+    def on_reserve(self, link: IngressLink, request: Reserve) -> None:
+        """Reserves now, lets the attempt wait for blocks, or refuses it."""
+        key = (request.attempt_id, request.epoch)
+        if key in self._seen:
+            self._refuse(link, request, "duplicate", "this attempt was seen before")
+            return
+        self._remember(key)
+        num_blocks = self._blocks_needed(request)
+        if num_blocks > self._spec.pool_blocks:
+            self._refuse(
+                link, request, "never_fits", f"needs {num_blocks} blocks, the pool has {self._spec.pool_blocks}"
+            )
+            return
+        link.begin(key)
+        if len(self._waiting) == 0 and self._try_reserve((link, request)):
+            return
+        deadline_ns = self._clock_ns() + request.reservation_ms * 1_000_000
+        if not self._waiting.join(key, (link, request), deadline_ns=deadline_ns):
+            link.end(key)
+            self._refuse(link, request, "no_capacity", f"{len(self._waiting)} attempts wait already")
+
+    def on_cancel(self, link: IngressLink, cancel: Cancel) -> None:
+        """Stops an attempt wherever it is; answers once the engine has dropped it. An unknown one is acknowledged."""
+        key = (cancel.attempt_id, cancel.epoch)
+        if self._waiting.leave(key) is not None:
+            link.end(key)
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            link.send(CancelAck(attempt_id=key[0], epoch=key[1], num_generated=0))
+            return
+        self._stop(attempt, then=lambda num: link.send(CancelAck(attempt_id=key[0], epoch=key[1], num_generated=num)))
+
+    def on_credit(self, credit: Credit) -> None:
+        """The ingress takes more tokens of a stream."""
+        self._engine.set_credit((credit.attempt_id, credit.epoch), credit.max_index)
+
+    def on_lease_expired(self, keys: Sequence[AttemptKey]) -> None:
+        """The ingress did not renew: these attempts stop and publish nothing more."""
+        for key in keys:
+            self.counters["leases_expired"] += 1
+            waiting = self._waiting.leave(key)
+            if waiting is not None:
+                waiting[0].end(key)
+            attempt = self._attempts.get(key)
+            if attempt is not None:
+                logger.warning("lease_expired attempt_id=%s epoch=%d", *key)
+                self._fault(attempt, "lease_expired", "the ingress did not renew the lease")
+
+    # --- from prefill -------------------------------------------------------------------------------------
+
+    def on_blocks_posted(self, peer: KvPeer, message: BlocksPosted) -> None:
+        """Receives the posted blocks; results come back per block."""
+        attempt = self._current(peer, message.attempt_id, message.epoch)
+        if attempt is None:
+            self._drain(peer, message)
+            return
+        attempt.peer = peer
+        posted = attempt.tracker.on_posted(message.blocks)
+        if isinstance(posted, Refusal):
+            self._fault(attempt, "transfer_failed", posted.why)
+            return
+        bound = self._pool.bind_peer(AttemptId(attempt.key[0]), attempt.key[1], Incarnation(peer.incarnation))
+        assert bound, f"{attempt.key} belongs to another peer"
+        receives = [
+            BlockReceive(block.tag, self._memory.block_bytes_view(attempt.slots[block.index]), block.digest)
+            for block in posted
+        ]
+        self._receiving[attempt.key] = self._receiving.get(attempt.key, 0) + len(posted)
+        future = self._transport.receive(peer.incarnation, receives, deadline_s=self._spec.transfer_deadline_ms / 1000)
+        key = attempt.key
+        future.add_done_callback(lambda done: self._post(self._on_received, key, peer, posted, done))
+
+    def _drain(self, peer: KvPeer, message: BlocksPosted) -> None:
+        """Takes blocks that nobody wants any more, so that their sender's memory is free again, and drops them."""
+        receives = [BlockReceive(block.tag, memoryview(self._scratch), None) for block in message.blocks]
+        self._transport.receive(peer.incarnation, receives, deadline_s=self._spec.transfer_deadline_ms / 1000)
+        peer.send(
+            BlocksLanded(
+                attempt_id=message.attempt_id,
+                epoch=message.epoch,
+                results=tuple((block.index, "EXPIRED") for block in message.blocks),
+            )
+        )
+
+    def on_hand_off(self, peer: KvPeer, message: HandOff) -> None:
+        """Prefill is done; decode starts as soon as the last block has landed."""
+        attempt = self._current(peer, message.attempt_id, message.epoch)
+        if attempt is None:
+            peer.send(
+                HandOffDone(
+                    attempt_id=message.attempt_id, epoch=message.epoch, accepted=False, message="no such reservation"
+                )
+            )
+            return
+        attempt.peer = peer
+        self._advance(attempt, attempt.tracker.on_hand_off(message))
+
+    def on_prefill_abandoned(self, message: PrefillAbandoned) -> None:
+        """Prefill gave up; it has told the ingress why. The blocks go back."""
+        attempt = self._attempts.get((message.attempt_id, message.epoch))
+        if attempt is not None and not attempt.decoding:
+            self._stop(attempt)
+
+    def local_hand_off(self, message: HandOff) -> bool:
+        """A combined worker computed the prompt in this attempt's own blocks. Returns False if it is gone."""
+        attempt = self._attempts.get((message.attempt_id, message.epoch))
+        if attempt is None:
+            return False
+        self._begin_decode(attempt, message)
+        return True
+
+    # --- from the engine ----------------------------------------------------------------------------------
+
+    def on_tokens(self, tokens: list[NewToken]) -> None:
+        """Publishes one decode step: one frame per ingress, each stream only under a valid lease."""
+        frames: dict[IngressLink, list[StreamDelta]] = {}
+        ended: list[DecodeAttempt] = []
+        for token in tokens:
+            attempt = self._attempts.get(token.key)
+            if attempt is None:
+                self.counters["tokens_discarded"] += 1
+                continue
+            attempt.num_generated = token.index + 1
+            frames.setdefault(attempt.link, []).append(_delta(attempt, token))
+            if token.end is not None:
+                attempt.ended = True
+                ended.append(attempt)
+        for link, deltas in frames.items():
+            self._publish(link, deltas)
+        for attempt in ended:
+            self._release_if_done(attempt)
+
+    def on_engine_fault(self, keys: list[AttemptKey], error: Exception) -> None:
+        """The engine failed under these attempts."""
+        for key in keys:
+            attempt = self._attempts.get(key)
+            if attempt is not None:
+                self._fault(attempt, "engine_fault", f"{type(error).__name__}: {error}"[:500])
+
+    # --- time and peers -----------------------------------------------------------------------------------
+
+    def on_tick(self) -> None:
+        """Ends reservations whose time is over; tries to empty the quarantine."""
+        now_ns = self._clock_ns()
+        for link, request in self._waiting.expire(now_ns):
+            self.counters["reservations_expired"] += 1
+            link.end((request.attempt_id, request.epoch))
+            self._refuse(link, request, "no_capacity", "no blocks became free in time")
+        for key in self._pool.expire(now_ns):
+            attempt = self._attempts.get(key)
+            if attempt is not None and not attempt.decoding:
+                self.counters["reservations_expired"] += 1
+                self._fault(attempt, "transfer_failed", "the hand-off did not come within the reservation")
+
+    def on_peer_lost(self, peer: KvPeer) -> None:
+        """A KV link ended. That alone proves nothing; reservations and leases bound the wait."""
+        logger.info("kv_peer_link_lost incarnation=%s", peer.incarnation)
+
+    def peer_gone(self, incarnation: str) -> None:
+        """A peer is proved dead: attempts that wait for its blocks fail now."""
+        for attempt in [
+            a
+            for a in self._attempts.values()
+            if a.peer is not None and a.peer.incarnation == incarnation and not a.decoding
+        ]:
+            self._fault(attempt, "transfer_failed", "the prefill worker died")
+        self._pool.peer_dead(Incarnation(incarnation))
+        self._admit_waiting()
+
+    def link_removed(self, link: IngressLink) -> None:
+        """An ingress is proved gone: nobody is left to publish to."""
+        for attempt in [a for a in self._attempts.values() if a.link is link]:
+            self._stop(attempt)
+
+    def close(self) -> None:
+        """Tells every ingress that its streams end here."""
+        for attempt in tuple(self._attempts.values()):
+            self._fault(attempt, "shutdown", "the worker is stopping")
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _blocks_needed(self, request: Reserve) -> int:
+        # The last token is sampled, never run through the model, so it needs no place.
+        num_tokens = len(request.spec.prompt_token_ids) + request.spec.max_tokens - 1
+        return -(-num_tokens // self._spec.block_tokens)
+
+    def _try_reserve(self, entry: tuple[IngressLink, Reserve]) -> bool:
+        link, request = entry
+        num_blocks = self._blocks_needed(request)
+        if len(self._attempts) >= self._spec.max_num_seqs or self._pool.counts().free < num_blocks:
+            return False
+        attempt = self._reserve(link, request, num_blocks)
+        ticket = Ticket(
+            attempt_id=request.attempt_id,
+            epoch=request.epoch,
+            worker_id=self._spec.worker_id,
+            incarnation=self._spec.incarnation,
+            kv_host=self.kv_address[0],
+            kv_port=self.kv_address[1],
+            blocks=attempt.tracker.blocks,
+        )
+        if not link.send(Reserved(attempt_id=request.attempt_id, epoch=request.epoch, ticket=ticket)):
+            self._stop(attempt)
+        return True
+
+    def _reserve(self, link: IngressLink, request: Reserve, num_blocks: int) -> DecodeAttempt:
+        """Takes the blocks of the whole answer at once, so that a running stream never runs out of them."""
+        attempt_id, epoch = AttemptId(request.attempt_id), request.epoch
+        deadline_ns = self._clock_ns() + request.reservation_ms * 1_000_000
+        num_prompt_blocks = -(-len(request.spec.prompt_token_ids) // self._spec.block_tokens)
+        prompt = self._pool.reserve(attempt_id, epoch, num_blocks=num_prompt_blocks, deadline_ns=deadline_ns)
+        rest = self._pool.extend(attempt_id, epoch, num_blocks=num_blocks - num_prompt_blocks)
+        assert isinstance(prompt, Reservation) and isinstance(rest, Reservation), (prompt, rest)
+        slots = tuple(block.slot for block in (*prompt.blocks, *rest.blocks))
+        attempt = DecodeAttempt(request, link, slots, HandOffTracker(prompt.blocks))
+        self._attempts[attempt.key] = attempt
+        return attempt
+
+    def _admit_waiting(self) -> None:
+        self._waiting.admit(self._try_reserve)
+
+    def _current(self, peer: KvPeer, attempt_id: str, epoch: int) -> DecodeAttempt | None:
+        attempt = self._attempts.get((attempt_id, epoch))
+        if attempt is None or attempt.decoding or (attempt.peer is not None and attempt.peer is not peer):
+            self.counters["stale_messages"] += 1
+            return None
+        return attempt
+
+    def _on_received(
+        self, key: AttemptKey, peer: KvPeer, posted: list[PostedBlock], done: Future[list[TransferResult]]
+    ) -> None:
+        results = done.result()
+        peer.send(
+            BlocksLanded(
+                attempt_id=key[0],
+                epoch=key[1],
+                results=tuple((block.index, result.name) for block, result in zip(posted, results, strict=True)),  # type: ignore[arg-type]
+            )
+        )
+        for result in results:
+            self._count(result)
+        self._settle(key, sum(result in (TransferResult.OK, TransferResult.CORRUPT) for result in results))
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            return
+        state = attempt.tracker.state
+        for block, result in zip(posted, results, strict=True):
+            if result is TransferResult.OK:
+                destination = attempt.tracker.blocks[block.index]
+                landed = self._pool.landed(
+                    AttemptId(key[0]), key[1], slot=destination.slot, generation=destination.generation
+                )
+                assert landed, f"{key} block {block.index}: its slot is not reserved any more"
+                state = attempt.tracker.on_landed(block.index)
+            else:
+                if result is TransferResult.CORRUPT:
+                    # Damaged bytes can be NaN, and a masked NaN still poisons an attention tile.
+                    self._memory.zero_block(attempt.slots[block.index])
+                state = attempt.tracker.on_failed(block.index, result.name)
+        self._advance(attempt, state)
+
+    def _settle(self, key: AttemptKey, num_settled: int) -> None:
+        """Transfers came to their end; with the last one, nobody outside can touch the attempt's slots any more."""
+        left = self._receiving.pop(key, 0) - num_settled
+        if left > 0:
+            self._receiving[key] = left
+        elif self._pool.writer_done(AttemptId(key[0]), key[1]):
+            self._admit_waiting()
+
+    def _count(self, result: TransferResult) -> None:
+        name = {TransferResult.OK: "blocks_landed", TransferResult.CORRUPT: "blocks_corrupt"}
+        self.counters[name.get(result, "blocks_failed")] += 1
+
+    def _advance(self, attempt: DecodeAttempt, state: HandOffState) -> None:
+        if state is HandOffState.FAILED:
+            assert attempt.tracker.failure is not None
+            self._fault(attempt, "transfer_failed", attempt.tracker.failure)
+        elif state is HandOffState.COMPLETE and not attempt.decoding:
+            assert attempt.tracker.hand_off is not None and attempt.peer is not None
+            self._begin_decode(attempt, attempt.tracker.hand_off)
+            attempt.peer.send(HandOffDone(attempt_id=attempt.key[0], epoch=attempt.key[1], accepted=True))
+
+    def _begin_decode(self, attempt: DecodeAttempt, hand_off: HandOff) -> None:
+        """Publishes the token that prefill sampled, then lets the engine go on from it."""
+        attempt.decoding = True
+        self._pool.renew(AttemptId(attempt.key[0]), attempt.key[1], deadline_ns=None)
+        spec = attempt.request.spec
+        end = end_reason(spec, hand_off.first_token_id, 1)
+        if end is None:
+            self._engine.add_sequence(
+                DecodeSequence(
+                    key=attempt.key,
+                    spec=spec,
+                    block_table=attempt.slots,
+                    output_token_ids=[hand_off.first_token_id],
+                    max_index=self._spec.max_stream_backlog_tokens,
+                )
+            )
+        self.on_tokens([NewToken(attempt.key, 0, hand_off.first_token_id, hand_off.logprobs, end)])
+
+    def _publish(self, link: IngressLink, deltas: list[StreamDelta]) -> None:
+        """Sends one frame with the streams whose lease is valid; the others stop."""
+        valid = [delta for delta in deltas if link.may_publish((delta.attempt_id, delta.epoch))]
+        if len(valid) < len(deltas):
+            self._hold_or_stop(link, [delta for delta in deltas if delta not in valid])
+        if valid and link.publish(valid):
+            self.counters["tokens_published"] += sum(len(delta.token_ids) for delta in valid)
+        elif valid:
+            for delta in valid:
+                attempt = self._attempts.get((delta.attempt_id, delta.epoch))
+                if attempt is not None:
+                    self._fault(attempt, "network_cut", "the link to the ingress is down")
+
+    def _hold_or_stop(self, link: IngressLink, deltas: list[StreamDelta]) -> None:
+        """A stream that was never granted waits for its first grant; one whose lease ran out stops."""
+        for delta in deltas:
+            key = (delta.attempt_id, delta.epoch)
+            attempt = self._attempts.get(key)
+            if attempt is None:
+                continue
+            if link.was_granted(key):
+                self.on_lease_expired([key])
+            else:
+                attempt.pending.append(delta)
+
+    def on_lease_granted(self, link: IngressLink) -> None:
+        """Publishes what waited for a first grant."""
+        for attempt in [a for a in self._attempts.values() if a.link is link and a.pending]:
+            deltas, attempt.pending = attempt.pending, []
+            self._publish(link, deltas)
+            self._release_if_done(attempt)
+
+    def _stop(self, attempt: DecodeAttempt, then: Callable[[int], object] | None = None) -> None:
+        """Takes an attempt out of the engine, then frees its blocks. ``then`` gets the tokens computed so far."""
+        del self._attempts[attempt.key]
+
+        def stopped(num_computed: int) -> None:
+            self._give_back(attempt)
+            if then is not None:
+                then(max(num_computed, attempt.num_generated))
+
+        if attempt.decoding:
+            self._engine.remove(attempt.key, lambda num: self._post(stopped, num))
+        else:
+            stopped(0)
+
+    def _fault(self, attempt: DecodeAttempt, reason: str, message: str) -> None:
+        """Ends an attempt by a fault and says so to its ingress and to prefill."""
+        logger.warning("attempt_fault attempt_id=%s epoch=%d reason=%s %s", *attempt.key, reason, message)
+        attempt.link.send(
+            AttemptFault(attempt_id=attempt.key[0], epoch=attempt.key[1], reason=reason, message=message[:500])
+        )  # type: ignore[arg-type]
+        if attempt.peer is not None and not attempt.decoding:
+            attempt.peer.send(
+                HandOffDone(attempt_id=attempt.key[0], epoch=attempt.key[1], accepted=False, message=message[:500])
+            )
+        self._stop(attempt)
+
+    def _release_if_done(self, attempt: DecodeAttempt) -> None:
+        """Ends an attempt whose last token is out; the engine has dropped it by itself."""
+        if attempt.ended and not attempt.pending and self._attempts.pop(attempt.key, None) is not None:
+            self._give_back(attempt)
+
+    def _give_back(self, attempt: DecodeAttempt) -> None:
+        """Frees an attempt's blocks; those that a transfer may still write are quarantined."""
+        attempt.link.end(attempt.key)
+        self._pool.release(
+            AttemptId(attempt.key[0]),
+            attempt.key[1],
+            now_ns=self._clock_ns(),
+            writer_may_still_write=attempt.key in self._receiving,
+        )
+        self._admit_waiting()
+
+    def _refuse(self, link: IngressLink, request: Reserve, code: str, message: str) -> None:
+        link.send(Refused(attempt_id=request.attempt_id, epoch=request.epoch, code=code, message=message))  # type: ignore[arg-type]
+
+    def _remember(self, key: AttemptKey) -> None:
+        self._seen[key] = None
+        if len(self._seen) > SEEN_ATTEMPTS_MAX:
+            self._seen.popitem(last=False)
+
+
+def _delta(attempt: DecodeAttempt, token: NewToken) -> StreamDelta:
+    return StreamDelta(
+        request_id=attempt.request.request_id,
+        attempt_id=attempt.key[0],
+        epoch=attempt.key[1],
+        first_index=token.index,
+        token_ids=(token.token_id,),
+        logprobs=(token.logprobs,) if token.logprobs is not None else None,
+        end=token.end,
+    )

@@ -1,0 +1,518 @@
+"""The prefill side of a worker: look up, load, compute the rest, push, hand over, store.
+
+Owns the prefill jobs of this worker and the blocks they hold. Each job is one task on the link loop; the engine
+thread computes and pushes finished blocks while the next chunk runs. Blocks are freed only when decode has
+acknowledged them (or nobody can read them any more) and the store has its copy.
+
+A prefill never publishes to a client. It holds a lease like any attempt, so that it stops when its ingress is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvstore.store.client import StoreClient
+from kvstore.transport.base import BlockSend, TransferResult, Transport
+
+from kvstore.core.block_pool import BlockPool, NoCapacityResult, Reservation
+from kvstore.core.identity import prefix_hashes
+from kvstore.core.ids import AttemptId, BlockDigest, BlockHash, Incarnation
+from kvstore.core.messages import (
+    AttemptFault,
+    BlocksLanded,
+    BlocksPosted,
+    Cancel,
+    CancelAck,
+    HandOff,
+    HandOffDone,
+    PostedBlock,
+    Prefill,
+    PrefillAbandoned,
+    PrefillDone,
+    PrefillStarted,
+    Refused,
+    TokenLogprobs,
+)
+from kvstore.digest import block_digest
+from kvstore.errors import FingerprintMismatch, KopirError
+from workers.core.waiting_line import WaitingLine
+from workers.decode import DecodeSide
+from workers.engine_loop import AttemptKey, EngineLoop, PrefillJob
+from workers.ingress_link import IngressLink
+from workers.kv_link import KvDialer, KvPeer
+from workers.kv_pool import KvPool
+from workers.spec import DecodeAddress, WorkerSpec
+
+logger = logging.getLogger(__name__)
+
+SEEN_ATTEMPTS_MAX = 4096
+HAND_OFF_DEADLINE_S = 10.0
+LOOKUP_DEADLINE_S = 1.0
+BLOCKS_DEADLINE_S = 30.0
+
+
+class PrefillFailed(KopirError):
+    """A job cannot go on; the message goes to the ingress."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One prefill under way."""
+
+    request: Prefill
+    link: IngressLink
+    accepted_ns: int
+    block_table: Sequence[int] = ()
+    holds_blocks: bool = False
+    peer: KvPeer | None = None
+    hashes: list[BlockHash] = field(default_factory=list)
+    digests: list[BlockDigest] = field(default_factory=list)
+    """Digests of blocks [0, n) in order; a block has one once it will not change any more."""
+    num_cached_blocks: int = 0
+    cached_tokens: int = 0
+    num_final: int = 0
+    """Blocks [0, num_final) will not change any more; they have a digest and, with a peer, were pushed."""
+    pushes: list[tuple[Future[list[TransferResult]], range]] = field(default_factory=list)
+    computed: asyncio.Future[tuple[int, TokenLogprobs | None]] | None = None
+    handed_off: asyncio.Future[HandOffDone] | None = None
+    started_ns: int = 0
+    done_ns: int = 0
+    task: asyncio.Task[None] | None = None
+    in_engine: bool = False
+    cancelled: bool = False
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.request.attempt_id, self.request.epoch
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.spec.prompt_token_ids)
+
+
+class PrefillSide:
+    """All prefill jobs of one worker."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        pool: BlockPool,
+        memory: KvPool,
+        transport: Transport,
+        engine: EngineLoop,
+        dialer: KvDialer,
+        store: StoreClient | None,
+        fingerprint_digest: bytes,
+        clock_ns: Callable[[], int],
+        post: Callable[..., None],
+        local_decode: DecodeSide | None = None,
+    ) -> None:
+        self._spec = spec
+        self._pool = pool
+        self._memory = memory
+        self._transport = transport
+        self._engine = engine
+        self._dialer = dialer
+        self._store = store
+        self._fingerprint_digest = fingerprint_digest
+        self._clock_ns = clock_ns
+        self._post = post
+        self._local_decode = local_decode
+        self._jobs: dict[AttemptKey, Job] = {}
+        self._line: WaitingLine[tuple[Job, asyncio.Future[None]]] = WaitingLine(spec.max_waiting)
+        self._storing: set[asyncio.Task[None]] = set()
+        self._seen: OrderedDict[AttemptKey, None] = OrderedDict()
+        self.counters = dict.fromkeys(
+            (
+                "prompt_tokens",
+                "cached_tokens",
+                "computed_tokens",
+                "pushed_blocks",
+                "pushed_bytes",
+                "stored_blocks",
+                "abandoned",
+            ),
+            0,
+        )
+
+    def load(self) -> tuple[int, int]:
+        """Returns (jobs that hold anything, those that only copy to the store included; jobs waiting for blocks)."""
+        return len(self._jobs) + len(self._storing) - len(self._line), len(self._line)
+
+    # --- from the ingress ---------------------------------------------------------------------------------
+
+    def on_prefill(self, link: IngressLink, request: Prefill) -> None:
+        """Starts a job, or refuses it."""
+        key = (request.attempt_id, request.epoch)
+        num_blocks = -(-len(request.spec.prompt_token_ids) // self._spec.block_tokens)
+        if key in self._seen:
+            return self._refuse(link, request, "duplicate", "this attempt was seen before")
+        if num_blocks > self._spec.pool_blocks:
+            return self._refuse(
+                link, request, "never_fits", f"needs {num_blocks} blocks, the pool has {self._spec.pool_blocks}"
+            )
+        if len(self._jobs) >= self._spec.max_waiting:
+            return self._refuse(link, request, "no_capacity", f"{len(self._jobs)} jobs wait already")
+        self._seen[key] = None
+        if len(self._seen) > SEEN_ATTEMPTS_MAX:
+            self._seen.popitem(last=False)
+        job = Job(request, link, self._clock_ns())
+        self._jobs[key] = job
+        link.begin(key)
+        job.task = asyncio.ensure_future(self._run(job))
+        return None
+
+    def has(self, cancel: Cancel) -> bool:
+        """True while this attempt is a job here."""
+        return (cancel.attempt_id, cancel.epoch) in self._jobs
+
+    def on_cancel(
+        self, link: IngressLink, cancel: Cancel, then: Callable[[IngressLink, Cancel], None] | None = None
+    ) -> None:
+        """Stops a job; acknowledges (or calls ``then``) once nothing of it runs. An unknown one is acknowledged."""
+
+        def acknowledge() -> None:
+            if then is not None:
+                then(link, cancel)
+            else:
+                link.send(CancelAck(attempt_id=cancel.attempt_id, epoch=cancel.epoch, num_generated=0))
+
+        job = self._jobs.get((cancel.attempt_id, cancel.epoch))
+        if job is None or job.task is None:
+            acknowledge()
+            return
+        job.cancelled = True
+        job.task.cancel()
+        job.task.add_done_callback(lambda _: acknowledge())
+
+    def on_lease_expired(self, keys: Sequence[AttemptKey]) -> None:
+        """The ingress did not renew: these jobs stop."""
+        for key in keys:
+            self._cancel(self._jobs.get(key))
+
+    def link_removed(self, link: IngressLink) -> None:
+        """An ingress is proved gone."""
+        for job in [job for job in self._jobs.values() if job.link is link]:
+            self._cancel(job)
+
+    # --- from decode --------------------------------------------------------------------------------------
+
+    def on_blocks_landed(self, message: BlocksLanded) -> None:
+        """Counts only: a failed block ends the hand-off by ``HandOffDone``."""
+        self.counters["pushed_blocks"] += sum(1 for _, result in message.results if result == "OK")
+
+    def on_hand_off_done(self, message: HandOffDone) -> None:
+        """Decode took the attempt over, or refused it."""
+        job = self._jobs.get((message.attempt_id, message.epoch))
+        if job is not None and job.handed_off is not None and not job.handed_off.done():
+            job.handed_off.set_result(message)
+
+    def on_peer_lost(self, peer: KvPeer) -> None:
+        """The KV link of these jobs is down; nobody will acknowledge their hand-off."""
+        for job in [job for job in self._jobs.values() if job.peer is peer]:
+            if job.handed_off is not None and not job.handed_off.done():
+                job.handed_off.set_exception(PrefillFailed("the link to the decode worker ended"))
+
+    def peer_gone(self, incarnation: str) -> None:
+        """A decode worker is proved dead: it reads no more from the blocks that were pushed to it."""
+        self._dialer.forget(incarnation)
+        self._pool.peer_dead(Incarnation(incarnation))
+        self._admit_waiting()
+
+    async def close(self) -> None:
+        """Ends every job."""
+        tasks = [job.task for job in self._jobs.values() if job.task is not None] + list(self._storing)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- one job ------------------------------------------------------------------------------------------
+
+    async def _run(self, job: Job) -> None:
+        try:
+            await self._prepare(job)
+            await self._load_prefix(job)
+            token_id, logprobs = await self._compute(job)
+            await self._hand_over(job, token_id, logprobs)
+        except (KopirError, TimeoutError) as error:
+            self._fail(job, error)
+        except asyncio.CancelledError:
+            self._abandon(job, "cancelled" if job.cancelled else "stopped")
+        finally:
+            await self._leave_engine(job)
+            self._finish(job)
+
+    async def _prepare(self, job: Job) -> None:
+        """Finds the decode peer and the blocks to compute in."""
+        ticket = job.request.ticket
+        loop = asyncio.get_running_loop()
+        job.computed = loop.create_future()
+        job.handed_off = loop.create_future()
+        if ticket.incarnation == self._spec.incarnation:
+            assert self._local_decode is not None, "a ticket of ours without a decode side"
+            table = self._local_decode.block_table(job.key)
+            if table is None:
+                raise PrefillFailed("the reservation is gone")
+            job.block_table = table
+            return
+        address = DecodeAddress(
+            worker_id=ticket.worker_id, incarnation=ticket.incarnation, kv_host=ticket.kv_host, kv_port=ticket.kv_port
+        )
+        try:
+            job.peer = await self._dialer.link(address)
+        except FingerprintMismatch as error:
+            raise PrefillFailed(f"decode refused the link: {error}") from error
+        await self._wait_for_blocks(job)
+
+    async def _wait_for_blocks(self, job: Job) -> None:
+        if len(self._line) == 0 and self._try_reserve(job):
+            return
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        deadline_ns = self._clock_ns() + int(BLOCKS_DEADLINE_S * 1e9)
+        if not self._line.join(job.key, (job, ready), deadline_ns=deadline_ns):
+            raise PrefillFailed(f"{len(self._line)} prompts wait for blocks already")
+        try:
+            async with asyncio.timeout(BLOCKS_DEADLINE_S):
+                await ready
+        finally:
+            self._line.leave(job.key)
+
+    def _try_reserve(self, job: Job) -> bool:
+        assert job.peer is not None
+        allocated = self._pool.allocate(
+            AttemptId(job.key[0]),
+            job.key[1],
+            num_blocks=-(-job.num_prompt_tokens // self._spec.block_tokens),
+            reader=Incarnation(job.peer.incarnation),
+        )
+        if isinstance(allocated, NoCapacityResult):
+            return False
+        assert isinstance(allocated, Reservation), allocated
+        job.block_table = tuple(block.slot for block in allocated.blocks)
+        if job.num_prompt_tokens % self._spec.block_tokens:
+            # The unwritten tail travels too: it must not carry another request's tokens.
+            self._memory.zero_block(job.block_table[-1])
+        job.holds_blocks = True
+        return True
+
+    def _admit_waiting(self) -> None:
+        def admit(entry: tuple[Job, asyncio.Future[None]]) -> bool:
+            job, ready = entry
+            if ready.done():
+                return True
+            if not self._try_reserve(job):
+                return False
+            ready.set_result(None)
+            return True
+
+        self._line.admit(admit)
+
+    async def _load_prefix(self, job: Job) -> None:
+        """Loads what the store has of this prompt, tells the ingress, and pushes it at once."""
+        started_ns = self._clock_ns()
+        spec = job.request.spec
+        job.hashes = prefix_hashes(
+            self._fingerprint_digest, spec.tenant_salt, spec.prompt_token_ids, self._spec.block_tokens
+        )
+        if self._store is not None and job.hashes:
+            job.digests = await self._store.load_blocks(
+                job.hashes,
+                lambda index: self._memory.block_bytes_view(job.block_table[index]),
+                deadline_s=LOOKUP_DEADLINE_S,
+            )
+        job.num_cached_blocks = len(job.digests)
+        # One token is always computed, because its logits are needed.
+        job.cached_tokens = min(job.num_cached_blocks * self._spec.block_tokens, job.num_prompt_tokens - 1)
+        job.started_ns = self._clock_ns()
+        job.link.send(
+            PrefillStarted(
+                attempt_id=job.key[0],
+                epoch=job.key[1],
+                queued_ns=started_ns - job.accepted_ns,
+                cached_tokens=job.cached_tokens,
+                cached_by_tier={"host": job.cached_tokens} if job.cached_tokens else {},
+            )
+        )
+        self.counters["prompt_tokens"] += job.num_prompt_tokens
+        self.counters["cached_tokens"] += job.cached_tokens
+        self.counters["computed_tokens"] += job.num_prompt_tokens - job.cached_tokens
+        # The last cached block of a fully cached prompt is computed in again: it is pushed when it is final.
+        self._push(job, job.cached_tokens // self._spec.block_tokens)
+
+    async def _compute(self, job: Job) -> tuple[int, TokenLogprobs | None]:
+        assert job.computed is not None
+        job.in_engine = True
+        self._engine.submit_prefill(
+            PrefillJob(
+                key=job.key,
+                spec=job.request.spec,
+                block_table=job.block_table,
+                num_computed_tokens=job.cached_tokens,
+                on_chunk=lambda done: self._on_chunk(job, done),
+                on_done=lambda _, token_id, logprobs: self._post(self._on_computed, job, token_id, logprobs),
+                on_fault=lambda _, error: self._post(self._on_compute_fault, job, error),
+            )
+        )
+        result = await job.computed
+        job.in_engine = False
+        return result
+
+    def _on_chunk(self, job: Job, computed: PrefillJob) -> None:
+        """Engine thread: digests and pushes the blocks that this chunk completed."""
+        block_tokens = self._spec.block_tokens
+        is_last = computed.num_computed_tokens == job.num_prompt_tokens
+        stop = (
+            -(-computed.num_computed_tokens // block_tokens)
+            if is_last
+            else (computed.num_computed_tokens // block_tokens)
+        )
+        if is_last:
+            job.done_ns = self._clock_ns()
+        self._push(job, stop)
+
+    def _push(self, job: Job, stop: int) -> None:
+        """Makes blocks up to ``stop`` final: digests, and sends them with the digests beside. One thread at a time."""
+        blocks = range(job.num_final, stop)
+        job.num_final = max(job.num_final, stop)
+        if not blocks:
+            return
+        for index in blocks:
+            # A loaded block has a digest already, unless one of its tokens was computed again.
+            if index >= job.cached_tokens // self._spec.block_tokens:
+                job.digests[index:] = [block_digest(self._memory.block_bytes_view(job.block_table[index]))]
+        if job.peer is not None:
+            self._send_blocks(job, job.peer, blocks)
+
+    def _send_blocks(self, job: Job, peer: KvPeer, blocks: range) -> None:
+        posted, sends = [], []
+        for index in blocks:
+            destination = job.request.ticket.blocks[index]
+            num_tokens = min(self._spec.block_tokens, job.num_prompt_tokens - index * self._spec.block_tokens)
+            posted.append(PostedBlock(index, destination.tag, job.digests[index], num_tokens))
+            sends.append(BlockSend(destination.tag, self._memory.block_bytes_view(job.block_table[index])))
+        future = self._transport.push(peer.incarnation, sends, deadline_s=self._spec.transfer_deadline_ms / 1000)
+        job.pushes.append((future, blocks))
+        message = BlocksPosted(attempt_id=job.key[0], epoch=job.key[1], blocks=tuple(posted))
+        self._post(peer.send, message)
+
+    def _on_computed(self, job: Job, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if job.computed is not None and not job.computed.done():
+            job.computed.set_result((token_id, logprobs))
+
+    def _on_compute_fault(self, job: Job, error: Exception) -> None:
+        if job.computed is not None and not job.computed.done():
+            job.computed.set_exception(PrefillFailed(f"{type(error).__name__}: {error}"[:500]))
+
+    async def _hand_over(self, job: Job, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Gives the attempt to decode and waits until it has every block."""
+        message = HandOff(
+            attempt_id=job.key[0],
+            epoch=job.key[1],
+            first_token_id=token_id,
+            logprobs=logprobs,
+            cached_tokens=job.cached_tokens,
+        )
+        if job.peer is None:
+            assert self._local_decode is not None
+            if not self._local_decode.local_hand_off(message):
+                raise PrefillFailed("the reservation is gone")
+        else:
+            assert job.handed_off is not None
+            if not job.peer.send(message):
+                raise PrefillFailed("the link to the decode worker is down")
+            async with asyncio.timeout(HAND_OFF_DEADLINE_S):
+                done = await job.handed_off
+            if not done.accepted:
+                raise PrefillFailed(f"decode refused the hand-off: {done.message}")
+        job.link.send(
+            PrefillDone(
+                attempt_id=job.key[0],
+                epoch=job.key[1],
+                cached_tokens=job.cached_tokens,
+                lookup_ns=job.started_ns - job.accepted_ns,
+                compute_ns=job.done_ns - job.started_ns,
+                hand_off_ns=self._clock_ns() - job.done_ns,
+                pushed_bytes=job.num_final * self._memory.block_bytes if job.peer is not None else 0,
+            )
+        )
+
+    # --- the end of a job ---------------------------------------------------------------------------------
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        message = str(error) or type(error).__name__
+        logger.warning("prefill_fault attempt_id=%s epoch=%d %s", *job.key, message)
+        reason = "transfer_failed" if job.peer is not None else "engine_fault"
+        job.link.send(AttemptFault(attempt_id=job.key[0], epoch=job.key[1], reason=reason, message=message[:500]))  # type: ignore[arg-type]
+        self._abandon(job, message)
+
+    def _abandon(self, job: Job, reason: str) -> None:
+        self.counters["abandoned"] += 1
+        if job.peer is not None and not (job.handed_off is not None and job.handed_off.done()):
+            job.peer.send(PrefillAbandoned(attempt_id=job.key[0], epoch=job.key[1], reason=reason[:500]))
+
+    async def _leave_engine(self, job: Job) -> None:
+        """Waits until the engine has dropped the job: only then may its blocks be anybody else's."""
+        if not job.in_engine:
+            return
+        left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def resolve() -> None:
+            if not left.done():
+                left.set_result(None)
+
+        self._engine.remove(job.key, lambda _: self._post(resolve))
+        await asyncio.shield(left)
+
+    def _finish(self, job: Job) -> None:
+        """Hands what was computed to the store, then frees the blocks."""
+        job.link.end(job.key)
+        self._jobs.pop(job.key, None)
+        task = asyncio.ensure_future(self._store_and_release(job))
+        self._storing.add(task)
+        task.add_done_callback(self._storing.discard)
+
+    async def _store_and_release(self, job: Job) -> None:
+        try:
+            await self._store_blocks(job)
+            if job.pushes:
+                await asyncio.wait([asyncio.wrap_future(push) for push, _ in job.pushes])
+        finally:
+            self._release(job)
+
+    async def _store_blocks(self, job: Job) -> None:
+        """Stores full blocks whose digest is known. The copy is checked against the digest made when it was final."""
+        if self._store is None:
+            return
+        num_full = min(job.num_final, job.num_prompt_tokens // self._spec.block_tokens)
+        fresh = range(job.num_cached_blocks, num_full)
+        blocks = [
+            (job.hashes[index], self._memory.block_bytes_view(job.block_table[index]), job.digests[index])
+            for index in fresh
+        ]
+        if blocks:
+            self.counters["stored_blocks"] += await self._store.put_blocks(blocks)
+
+    def _release(self, job: Job) -> None:
+        """Frees the blocks; when a push did not come to its end, its reader keeps them fenced until it is dead."""
+        if not job.holds_blocks:
+            return
+        job.holds_blocks = False
+        settled = all(result is TransferResult.OK for push, _ in job.pushes for result in push.result())
+        self._pool.release(
+            AttemptId(job.key[0]), job.key[1], now_ns=self._clock_ns(), reader_may_still_read=not settled
+        )
+        self._admit_waiting()
+
+    def _cancel(self, job: Job | None) -> None:
+        if job is not None and job.task is not None:
+            job.cancelled = True
+            job.task.cancel()
+
+    def _refuse(self, link: IngressLink, request: Prefill, code: str, message: str) -> None:
+        link.send(Refused(attempt_id=request.attempt_id, epoch=request.epoch, code=code, message=message))  # type: ignore[arg-type]
