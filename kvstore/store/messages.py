@@ -1,0 +1,201 @@
+"""Typed messages between a store node and its clients, over ``kvstore.net``.
+
+Owns the vocabulary of the store protocol. The bytes of blocks never travel here: clients on the node's host copy
+them to and from the slab themselves. Each request that has an answer carries a call number ``n`` that the answer
+repeats; numbers are the client's and mean nothing else. A lease exists only as the answer to an ask: the
+client counts its length from the moment it sent the ask, the node from the moment it answered.
+
+    client -> node   Attach, Match, ReleaseLease, ReserveBlocks, CommitBlocks, AbortBlocks, ReportCorrupt, WritesEnded,
+                     StatAsk
+    node -> client   Attached, AttachRefused, Matched, BlocksReserved, BlocksCommitted, StoreStat
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from kvstore.core.ids import BLOCK_DIGEST_BYTES, BLOCK_HASH_BYTES
+
+STORE_VERSION = 1
+MAX_HASHES_PER_MESSAGE = 1 << 16
+MAX_LEASE_MS = 60_000
+
+Hash = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=BLOCK_DIGEST_BYTES, max_length=BLOCK_DIGEST_BYTES)]
+Hashes = Annotated[tuple[Hash, ...], Meta(max_length=MAX_HASHES_PER_MESSAGE)]
+CallNumber = Annotated[int, Meta(ge=0)]
+LeaseMs = Annotated[int, Meta(ge=1, le=MAX_LEASE_MS)]
+Slot = Annotated[int, Meta(ge=0)]
+Generation = Annotated[int, Meta(ge=0)]
+
+
+class SlotRef(Struct, frozen=True, array_like=True):
+    """One slot of the slab, in the life that ``generation`` names, for one block."""
+
+    block_hash: Hash
+    slot: Slot
+    generation: Generation
+
+
+class MatchedBlock(Struct, frozen=True, array_like=True):
+    """One leased block: where it is and the digest that its bytes must have."""
+
+    slot: Slot
+    generation: Generation
+    digest: Digest
+
+
+class ReservedBlock(Struct, frozen=True, array_like=True):
+    """Answer for one hash; ``slot`` and ``generation`` mean something only when it is granted."""
+
+    status: Literal["granted", "present", "in_progress", "no_room"]
+    slot: Slot = 0
+    generation: Generation = 0
+
+
+class WrittenBlock(Struct, frozen=True, array_like=True):
+    """One block whose bytes are in its slot, with their digest."""
+
+    block_hash: Hash
+    slot: Slot
+    generation: Generation
+    digest: Digest
+
+
+MatchedBlocks = Annotated[tuple[MatchedBlock, ...], Meta(max_length=MAX_HASHES_PER_MESSAGE)]
+ReservedBlocks = Annotated[tuple[ReservedBlock, ...], Meta(max_length=MAX_HASHES_PER_MESSAGE)]
+WrittenBlocks = Annotated[tuple[WrittenBlock, ...], Meta(max_length=MAX_HASHES_PER_MESSAGE)]
+SlotRefs = Annotated[tuple[SlotRef, ...], Meta(max_length=MAX_HASHES_PER_MESSAGE)]
+
+
+# --- client -> node -----------------------------------------------------------------------------------------
+
+
+class Attach(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """First message of a connection: what the client expects of the slab."""
+
+    n: CallNumber
+    version: int = STORE_VERSION
+    block_bytes: Annotated[int, Meta(ge=1)]
+
+
+class Match(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Asks for the longest prefix of ``hashes``, pinned under one lease."""
+
+    n: CallNumber
+    hashes: Hashes
+    lease_ms: LeaseMs
+
+
+class ReleaseLease(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Ends a read lease early. No answer; an unknown lease is ignored."""
+
+    lease_id: Annotated[int, Meta(ge=0)]
+
+
+class ReserveBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Asks for one writable slot per hash, parents before leaves."""
+
+    n: CallNumber
+    hashes: Hashes
+    lease_ms: LeaseMs
+
+
+class CommitBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """These blocks are written; the client will not touch their slots again. Parents before leaves."""
+
+    n: CallNumber
+    blocks: WrittenBlocks
+
+
+class AbortBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """The client gives these reservations up and will not touch their slots again. No answer."""
+
+    blocks: SlotRefs
+
+
+class ReportCorrupt(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """The bytes of a leased block did not have its digest. No answer."""
+
+    block: SlotRef
+
+
+class WritesEnded(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Nothing that earlier connections of this incarnation reserved is being written any more. No answer."""
+
+
+class StatAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Asks for ``StoreStat``."""
+
+    n: CallNumber
+
+
+# --- node -> client -----------------------------------------------------------------------------------------
+
+
+class Attached(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Where the slab is and what it looks like. ``incarnation`` is the node's."""
+
+    n: CallNumber
+    incarnation: Annotated[str, Meta(max_length=128)]
+    slab_path: Annotated[str, Meta(max_length=4096)]
+    block_bytes: int
+    num_blocks: int
+
+
+class AttachRefused(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """The client cannot use this slab; the connection ends. ``field`` names what differs."""
+
+    n: CallNumber
+    field: Annotated[str, Meta(max_length=128)]
+    message: Annotated[str, Meta(max_length=512)]
+
+
+class Matched(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """The leased prefix, in order. No blocks, no lease."""
+
+    n: CallNumber
+    lease_id: int | None
+    blocks: MatchedBlocks
+
+
+class BlocksReserved(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """One answer per hash of the ask, in order."""
+
+    n: CallNumber
+    blocks: ReservedBlocks
+
+
+class BlocksCommitted(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """For each block of the ask, in order: is it visible now?"""
+
+    n: CallNumber
+    committed: Annotated[tuple[bool, ...], Meta(max_length=MAX_HASHES_PER_MESSAGE)]
+
+
+class StoreStat(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """``free + used + writing + quarantined == total`` slots; ``pinned`` of them are under a read lease."""
+
+    n: CallNumber
+    incarnation: str
+    block_bytes: int
+    free: int
+    used: int
+    writing: int
+    quarantined: int
+    total: int
+    pinned: int
+    leases: int
+    clients: int
+    counters: dict[str, int]
+
+
+ToNode = (
+    Attach | Match | ReleaseLease | ReserveBlocks | CommitBlocks | AbortBlocks | ReportCorrupt | WritesEnded | StatAsk
+)
+"""What a store node accepts."""
+
+ToClient = Attached | AttachRefused | Matched | BlocksReserved | BlocksCommitted | StoreStat
+"""What a store client accepts."""
