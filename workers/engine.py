@@ -1,0 +1,170 @@
+"""The engine: runs chunks of sequences through the model over a paged pool.
+
+Owns the model, the memory pool's use and the thread budget of its passes. Holds no state about sequences: a chunk
+says where its tokens are. Results are bitwise the same for any chunking, any company and any prefix already in the
+pool. Not for use from two threads at once. It never allocates blocks and never samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kvstore.errors import BadInput
+from workers.core.sequence import (
+    EngineLimits,
+    SeqChunk,
+    check_chunk,
+    chunk_bounds,
+    completed_blocks,
+    slot_mapping,
+)
+from workers.kv_pool import KvPool
+from workers.model.attention import SingleGroup, Span, make_single_group, padded_table
+from workers.model.decoder import Batch, Decoder
+from workers.model.linear import padded_rows
+
+__all__ = ["Engine", "PrefillStep", "SeqChunk"]
+
+GROUP_RATIO_MAX: Final = 2
+"""Single rows share one attention group while the longest table is at most this many times the shortest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStep:
+    """One chunk of a prefill is done: positions [start, end) are in the pool.
+
+    ``completed_blocks``: indexes into the block table that became full with this chunk. ``logits``: float32
+    (vocab_size,), with the last chunk only.
+    """
+
+    start: int
+    end: int
+    completed_blocks: range
+    logits: Tensor | None
+
+
+class Engine:
+    """Runs a decoder over a pool with ``threads`` compute threads."""
+
+    def __init__(self, model: Decoder, pool: KvPool, *, threads: int | None = None) -> None:
+        expected = model.config.kv_layout(pool.layout.block_tokens, pool.layout.dtype)
+        if pool.layout != expected:
+            raise BadInput("layout", pool.layout, f"the model needs {expected}")
+        if threads is not None and threads < 1:
+            raise BadInput("threads", threads, "must be at least 1")
+        self.model = model
+        self.pool = pool
+        self.threads = threads
+        self.limits = EngineLimits(
+            vocab_size=model.config.vocab_size,
+            max_positions=model.max_positions,
+            num_blocks=pool.num_blocks,
+            block_tokens=pool.layout.block_tokens,
+        )
+        self._thread_id: int | None = None
+
+    def forward(self, chunks: Sequence[SeqChunk]) -> Tensor:
+        """Runs the chunks as one batch and returns float32 logits (chunks that want logits, vocab_size), in order.
+
+        Modifies: the pool, at the positions of the chunks. Raises BadInput for a chunk that cannot be run; then
+        nothing was computed. Two chunks must not belong to one sequence.
+        """
+        if not chunks:
+            raise BadInput("chunks", [], "a batch needs at least one chunk")
+        for chunk in chunks:
+            check_chunk(chunk, self.limits)
+        self._set_threads()
+        with torch.inference_mode():
+            logits = self.model.forward(self._batch(chunks), self.pool.tensor)
+            return torch.empty(0, self.limits.vocab_size) if logits is None else logits
+
+    def prefill(
+        self, token_ids: Sequence[int], block_table: Sequence[int], *, start: int = 0, chunk_tokens: int = 512
+    ) -> Iterator[PrefillStep]:
+        """Computes positions [start, len(token_ids)) chunk by chunk and yields after each.
+
+        ``start``: how many positions are in the pool already, below ``len(token_ids)``. Raises as ``forward``.
+        """
+        if not 0 <= start < len(token_ids):
+            raise BadInput("start", start, f"must lie in [0, {len(token_ids)}): one token is always computed")
+        for first, end in chunk_bounds(start, len(token_ids), chunk_tokens):
+            is_last = end == len(token_ids)
+            logits = self.forward([SeqChunk(token_ids[first:end], first, block_table, is_last)])
+            done = completed_blocks(first, end, self.limits.block_tokens)
+            yield PrefillStep(first, end, done, logits[0] if is_last else None)
+
+    def decode_step(self, tokens: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
+        """Runs one ``(token_id, position, block_table)`` of each sequence; returns float32 (sequences, vocab_size)."""
+        return self.forward([SeqChunk((token_id,), position, table) for token_id, position, table in tokens])
+
+    def _set_threads(self) -> None:
+        # OpenMP keeps its thread count per calling thread, so it is set on the thread that computes.
+        if self.threads is not None and self._thread_id != threading.get_ident():
+            torch.set_num_threads(self.threads)
+            self._thread_id = threading.get_ident()
+
+    def _batch(self, chunks: Sequence[SeqChunk]) -> Batch:
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        offsets: list[int] = []
+        logit_rows: list[int] = []
+        spans: list[Span] = []
+        singles: list[tuple[int, SeqChunk]] = []
+        block_tokens = self.limits.block_tokens
+        for chunk in chunks:
+            first = len(tokens)
+            tokens.extend(chunk.token_ids)
+            positions.extend(range(chunk.start_position, chunk.end_position))
+            chunk_slots, chunk_offsets = slot_mapping(chunk, block_tokens)
+            slots.extend(chunk_slots)
+            offsets.extend(chunk_offsets)
+            if chunk.want_logits:
+                logit_rows.append(len(tokens) - 1)
+            if len(chunk.token_ids) == 1:
+                singles.append((first, chunk))
+            else:
+                table = padded_table(chunk.block_table, chunk.end_position, block_tokens)
+                spans.append(Span(first, len(tokens), chunk.start_position, torch.tensor(table)))
+        padding = [0] * (padded_rows(len(tokens)) - len(tokens))
+        return Batch(
+            num_rows=len(tokens),
+            token_ids=torch.tensor(tokens + padding),
+            positions=torch.tensor(positions + padding),
+            slots=torch.tensor(slots),
+            offsets=torch.tensor(offsets),
+            spans=tuple(spans),
+            singles=tuple(_group_singles(singles, block_tokens)),
+            logit_rows=torch.tensor(logit_rows) if logit_rows else None,
+        )
+
+
+def _group_singles(singles: list[tuple[int, SeqChunk]], block_tokens: int) -> list[SingleGroup]:
+    """Groups single rows by length, so that padding to the longest of a group stays bounded."""
+    entries = sorted(
+        (
+            (padded_table(chunk.block_table, chunk.end_position, block_tokens), chunk.end_position, row)
+            for row, chunk in singles
+        ),
+        key=lambda entry: (len(entry[0]), entry[2]),
+    )
+    groups: list[SingleGroup] = []
+    while entries:
+        limit = len(entries[0][0]) * GROUP_RATIO_MAX
+        members = [entry for entry in entries if len(entry[0]) <= limit]
+        entries = entries[len(members) :]
+        groups.append(
+            make_single_group(
+                [row for _, _, row in members],
+                [keys for _, keys, _ in members],
+                [table for table, _, _ in members],
+                block_tokens,
+            )
+        )
+    return groups
