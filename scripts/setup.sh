@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv with pinned dependencies. Run by `make`; safe to run again; does nothing when all is fresh.
 #
-#   scripts/setup.sh            set up where needed
-#   PYTHON=python3.12 scripts/setup.sh   choose the interpreter (3.11 to 3.13)
+#   scripts/setup.sh                     set up where needed
+#   PYTHON=python3.12                    choose the interpreter (3.11 to 3.13)
 #   KOPIR_ACCELERATOR=cpu|cuda12|cuda13  choose the build instead of looking for a GPU
+#   KOPIR_TORCH_INDEX=URL                take torch from this package index
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -67,24 +68,31 @@ accelerator() {
   if ((driver >= 580)); then echo cuda13; elif ((driver >= 525)); then echo cuda12; else echo cpu; fi
 }
 
-# Without a GPU the default wheel of torch would bring gigabytes of CUDA libraries: then the CPU build is taken.
-install_torch_cpu() {
-  local pin report
+has_pinned_torch() {
+  .venv/bin/python -c 'import importlib.metadata as m, sys; sys.exit(m.version("torch").split("+")[0] != sys.argv[1])' \
+    "${1#torch==}" 2>/dev/null
+}
+
+# Without a GPU the default wheel of torch would bring gigabytes of CUDA libraries: then the CPU build is taken. The
+# default wheel wants CUDA 13, so a driver that only knows CUDA 12 gets the CPU build too, unless an index is named.
+install_torch() {
+  local extra=$1 pin report
+  local -a index=()
   pin=$(grep '^torch==' constraints.txt)
-  if .venv/bin/python -c 'import importlib.metadata as m, sys; sys.exit(m.version("torch").split("+")[0] != sys.argv[1])' \
-    "${pin#torch==}" 2>/dev/null; then
-    return
+  if has_pinned_torch "$pin"; then return; fi
+  if [[ -n ${KOPIR_TORCH_INDEX:-} ]]; then
+    index=(--index-url "$KOPIR_TORCH_INDEX")
+  elif [[ $extra != cuda13 ]]; then
+    report=$(mktemp)
+    .venv/bin/python -m pip install -qq --dry-run --report "$report" -c constraints.txt "$pin"
+    if .venv/bin/python scripts/needs_cuda_wheels.py "$report"; then index=(--index-url "$TORCH_CPU_INDEX"); fi
+    rm -f "$report"
+    if [[ $extra == cuda12 ]]; then
+      say "the default build of $pin needs driver 580: taking the CPU build (KOPIR_TORCH_INDEX names another index)"
+    fi
   fi
-  report=$(mktemp)
-  .venv/bin/python -m pip install -qq --dry-run --report "$report" -c constraints.txt "$pin"
-  if .venv/bin/python scripts/needs_cuda_wheels.py "$report"; then
-    say "installing the CPU build of $pin from PyTorch's index"
-    .venv/bin/python -m pip install -qq --index-url "$TORCH_CPU_INDEX" -c constraints.txt "$pin"
-  else
-    say "installing $pin"
-    .venv/bin/python -m pip install -qq -c constraints.txt "$pin"
-  fi
-  rm -f "$report"
+  say "installing $pin"
+  .venv/bin/python -m pip install -qq "${index[@]}" -c constraints.txt "$pin"
 }
 
 main() {
@@ -97,7 +105,7 @@ main() {
     *) fail "KOPIR_ACCELERATOR must be cpu, cuda12 or cuda13, not $extra" ;;
   esac
   [[ -x .venv/bin/python ]] || make_venv
-  if [[ $extra == cpu ]]; then install_torch_cpu; fi
+  install_torch "$extra"
   say "installing Kopir with the extras $extra and dev (some minutes the first time)"
   .venv/bin/python -m pip install -qq -c constraints.txt -c "$cuda_pins" -e ".[$extra,dev]"
   printf '%s %s\n' "$extra" "$PWD" >"$STAMP"
