@@ -42,7 +42,7 @@ make_venv() {
     fail "$python has no venv module; install it: apt install python3-venv"
   fi
   say "making .venv with $("$python" --version)"
-  "$python" -m venv .venv
+  "$python" -m venv --clear .venv
 }
 
 driver_major() {
@@ -51,7 +51,7 @@ driver_major() {
     version=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || version=""
   fi
   if [[ -z $version && -r /proc/driver/nvidia/version ]]; then
-    version=$(sed -n 's/.*Kernel Module[^0-9]*\([0-9][0-9]*\).*/\1/p' /proc/driver/nvidia/version | head -n 1)
+    version=$(grep -oE '[0-9]{3,}\.[0-9]+' /proc/driver/nvidia/version | head -n 1) || version=""
   fi
   version=${version%%.*}
   [[ $version =~ ^[0-9]+$ ]] && echo "$version" || echo 0
@@ -104,7 +104,8 @@ main() {
     cuda13) cuda_pins=constraints-cuda13.txt ;;
     *) fail "KOPIR_ACCELERATOR must be cpu, cuda12 or cuda13, not $extra" ;;
   esac
-  [[ -x .venv/bin/python ]] || make_venv
+  # Also catches an environment that was half made, or whose Python is gone.
+  .venv/bin/python -m pip --version >/dev/null 2>&1 || make_venv
   install_torch "$extra"
   say "installing Kopir with the extras $extra and dev (some minutes the first time)"
   .venv/bin/python -m pip install -qq -c constraints.txt -c "$cuda_pins" -e ".[$extra,dev]"
