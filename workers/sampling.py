@@ -95,7 +95,7 @@ def _adjusted(row: Row, params: SamplingParams, output_token_ids: Sequence[int])
         penalty = params.presence_penalty + params.frequency_penalty * counts
         changed[ids] -= penalty.astype(np.float32)
     for token_id, bias in params.logit_bias.items():
-        if token_id < len(changed):
+        if 0 <= token_id < len(changed):
             changed[token_id] += np.float32(bias)
     return changed
 
@@ -134,7 +134,10 @@ def _candidates(row: Row, params: SamplingParams) -> tuple[npt.NDArray[np.int64]
 
 def _weights(logits: Row, highest: np.float32, temperature: float) -> Weights:
     """Returns exp of the scaled distance to the best logit: 1 for the best token."""
-    return np.exp((logits.astype(np.float64) - np.float64(highest)) / temperature)
+    distance = logits.astype(np.float64) - np.float64(highest)
+    # A tiny temperature may overflow to minus infinity, whose weight is the right one: 0.
+    with np.errstate(over="ignore"):
+        return np.exp(distance / temperature)
 
 
 def _best(row: Row, count: int) -> npt.NDArray[np.int64]:
