@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster.config import Config, format_bytes
+from cluster.config import Config
 from kvstore.errors import EnvironmentProblem
 
 PROBE_TIMEOUT_S = 20.0
@@ -122,6 +122,11 @@ def port_error(host: str, port: int) -> str | None:
     return None
 
 
+def needs_locked_memory() -> bool:
+    """Returns True if this machine has what registers memory: a GPU or an RDMA device."""
+    return gpu_driver() is not None or any(Path("/sys/class/infiniband").glob("*"))
+
+
 def gpu_driver() -> str | None:
     """Returns the version of NVIDIA's kernel driver, or None without one."""
     text = _read_text(Path("/proc/driver/nvidia/version")) or ""
@@ -195,15 +200,13 @@ def needed_bytes(config: Config, *, block_bytes: int, weight_bytes: int) -> int:
 
 
 def readable_bytes(size: int) -> str:
-    """Returns a size for people: exact where a unit divides it, otherwise with one decimal."""
-    exact = format_bytes(size)
-    if not exact.isdigit() or size < 1024:
-        return exact if not exact.isdigit() else f"{exact} bytes"
-    value, units = float(size), ["KiB", "MiB", "GiB", "TiB"]
-    unit = "bytes"
-    while value >= 1024 and units:
-        value, unit = value / 1024, units.pop(0)
-    return f"{value:.1f} {unit}"
+    """Returns a size for people, in the largest unit that leaves at least 1: ``22.9 GiB``, ``1 GiB``, ``1000 bytes``."""
+    value, unit = float(size), "bytes"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f}".removesuffix(".0") + f" {unit}"
 
 
 def _head(line: str) -> str:

@@ -64,7 +64,7 @@ def run_checks(config: Config) -> list[Finding]:
         check_memory(machine.memory_bytes(), machine.usable_cores()),
         check_shared_memory(machine.shared_memory_bytes(), config.kv.host_bytes),
         check_cma(machine.cma_error(), machine.ptrace_scope()),
-        check_memlock(machine.memlock_bytes()),
+        check_memlock(machine.memlock_bytes(), machine.needs_locked_memory()),
         check_port(
             config.server.host, config.server.port, machine.port_error(config.server.host, config.server.port), running
         ),
@@ -125,14 +125,17 @@ def check_cma(reason: str | None, scope: int | None) -> Finding:
     return Finding(check="cross-memory attach", status="warn", found=f"{reason} ({yama})", advice=advice)
 
 
-def check_memlock(limit: int | None) -> Finding:
+def check_memlock(limit: int | None, is_needed: bool) -> Finding:
     """Locked memory is needed for pinned buffers and RDMA only."""
     from cluster.machine import readable_bytes
 
     if limit is None or limit >= MEMLOCK_BYTES_MIN:
         found = "unlimited" if limit is None else readable_bytes(limit)
         return Finding(check="locked memory", status="ok", found=found)
-    advice = "matters with a GPU or RDMA only: raise `ulimit -l`"
+    if not is_needed:
+        found = f"{readable_bytes(limit)}; only a GPU or RDMA needs more"
+        return Finding(check="locked memory", status="ok", found=found)
+    advice = "pinned buffers and RDMA need more: raise `ulimit -l`"
     return Finding(check="locked memory", status="warn", found=readable_bytes(limit), advice=advice)
 
 
