@@ -20,3 +20,8 @@ def block_digest(buffer: Any) -> BlockDigest:
     Raises: BufferError or ValueError when the buffer is not contiguous.
     """
     return BlockDigest(xxhash.xxh3_128_digest(buffer))
+
+
+def verify(buffer: Any, digest: BlockDigest | bytes) -> bool:
+    """Returns True when the bytes of ``buffer`` have this digest."""
+    return block_digest(buffer) == digest

@@ -78,6 +78,8 @@ class Attach(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
     n: CallNumber
     version: int = STORE_VERSION
+    client_id: Annotated[str, Meta(min_length=1, max_length=128)]
+    """Random, the same for every connection of one client object of one process."""
     block_bytes: Annotated[int, Meta(ge=1)]
 
 
@@ -123,7 +125,7 @@ class ReportCorrupt(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
 
 class WritesEnded(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
-    """Nothing that earlier connections of this incarnation reserved is being written any more. No answer."""
+    """Nothing that earlier connections of this client reserved is being written any more. No answer."""
 
 
 class StatAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):

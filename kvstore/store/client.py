@@ -1,0 +1,354 @@
+"""The store client of a worker: finds, loads and stores KV blocks in the slab of the node on this host.
+
+Owns the connection to one store node and keeps it up: it dials, attaches, maps the slab, and does so again after
+every loss. A lost, slow or refusing store is a miss and never an error: every call has a deadline and a typed
+result. Bytes are copied by this process, between its own memory and the mapped slab; none go through the socket.
+
+Life cycle: ``start`` -> (connected <-> lost)* -> ``close``. Belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from kvstore.core.ids import BlockDigest, BlockHash
+from kvstore.errors import FatalError, KopirError, PeerLost, ProtocolError
+from kvstore.net.channel import Channel, connect
+from kvstore.net.handshake import PeerInfo
+from kvstore.store.copying import copy_block
+from kvstore.store.messages import Attach, Attached, AttachRefused, StatAsk, StoreStat, ToClient, WritesEnded
+from kvstore.store.node import boottime_ns
+from kvstore.store.session import LeasedPrefix, StoreSession, WriteReservation
+from kvstore.store.slab import Slab, open_slab
+
+logger = logging.getLogger(__name__)
+
+CONNECT_DEADLINE_S = 2.0
+BACKOFF_S_MIN = 0.05
+BACKOFF_S_MAX = 1.0
+DEFAULT_CALL_DEADLINE_S = 0.5
+DEFAULT_LEASE_MS = 5_000
+BYTES_PER_LOOP_STEP = 1 << 20
+"""After so many copied bytes other tasks of the loop have their turn."""
+
+
+class PutBlock(NamedTuple):
+    """One block to store. ``digest`` is computed from ``view`` when it is not known already."""
+
+    block_hash: BlockHash
+    view: Any
+    digest: BlockDigest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of the blocks of one ``put_blocks``; the five numbers add up to the blocks given."""
+
+    stored: int = 0
+    present: int = 0
+    in_progress: int = 0
+    no_room: int = 0
+    lost: int = 0
+    """Not stored because the store was gone, too slow, or the reservation ran out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """``num_loaded`` blocks are copied and verified, from the first one on without a gap."""
+
+    num_loaded: int
+    num_matched: int
+    stopped_by: Literal["end", "corrupt", "lease_over", "deadline"]
+    """``end``: everything that matched was loaded."""
+
+
+@dataclass(slots=True)
+class ClientCounters:
+    """What happened since the client was made; each only grows."""
+
+    loaded_blocks: int = 0
+    stored_blocks: int = 0
+    corrupt_blocks: int = 0
+    lease_over: int = 0
+    load_deadlines: int = 0
+    connections: int = 0
+    losses: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Returns name -> count."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+class StoreClient:
+    """Everything a worker does with its store node."""
+
+    def __init__(
+        self,
+        *,
+        me: PeerInfo,
+        secret: bytes,
+        block_bytes: int,
+        call_deadline_s: float = DEFAULT_CALL_DEADLINE_S,
+        lease_ms: int = DEFAULT_LEASE_MS,
+        clock_ns: Callable[[], int] = boottime_ns,
+    ) -> None:
+        self._me = me
+        self._client_id = secrets.token_hex(8)
+        self._secret = secret
+        self._block_bytes = block_bytes
+        self._call_deadline_s = call_deadline_s
+        self._lease_ms = lease_ms
+        self._clock_ns = clock_ns
+        self._address: tuple[str, int] | None = None
+        self._address_changed = asyncio.Event()
+        self._session: StoreSession | None = None
+        self._connected = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._slab: Slab | None = None
+        self._reservations: set[WriteReservation] = set()
+        self._owes_writes_ended = False
+        self.refusal: str = ""
+        """Why the node refused this client; empty when it did not."""
+        self.counters = ClientCounters()
+
+    # --- connection ---------------------------------------------------------------------------------------
+
+    def start(self, host: str | None = None, port: int | None = None) -> None:
+        """Begins to keep a connection up, to ``host:port`` or to what ``set_address`` says later."""
+        assert self._keeper is None, "started twice"
+        if host is not None and port is not None:
+            self.set_address(host, port)
+        self._keeper = asyncio.get_running_loop().create_task(self._keep_connected())
+
+    def set_address(self, host: str, port: int) -> None:
+        """Points the client to a (new) store node; a connection to another one ends."""
+        if self._address == (host, port) and not self.refusal:
+            return
+        self._address = (host, port)
+        self.refusal = ""
+        self._address_changed.set()
+        if self._session is not None:
+            self._session.abort()
+
+    @property
+    def is_connected(self) -> bool:
+        """True while calls have a chance to be answered."""
+        return self._session is not None and self._session.is_open
+
+    async def wait_connected(self, deadline_s: float) -> bool:
+        """Returns True as soon as the store is attached, False when that took longer than ``deadline_s``."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._connected.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Ends the connection; leases end with it. The mapping of the slab goes with its last view."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+            self._keeper = None
+        if self._slab is not None:
+            self._slab.close()
+            self._slab = None
+
+    # --- blocks -------------------------------------------------------------------------------------------
+
+    async def load_blocks(
+        self, hashes: Sequence[BlockHash], into: Callable[[int], Any], *, deadline_s: float = 2.0
+    ) -> LoadResult:
+        """Copies the longest cached prefix of ``hashes`` to where ``into`` says, each block verified after its copy.
+
+        ``into(i)`` returns a writable buffer of ``block_bytes`` bytes for ``hashes[i]``; its bytes are garbage
+        when i >= ``num_loaded`` of the result. A block without its digest is reported and ends the load there.
+        Modifies: the buffers that ``into`` returned.
+        """
+        end_ns = self._clock_ns() + int(deadline_s * 1e9)
+        prefix = await self.match(hashes)
+        if prefix is None:
+            return LoadResult(0, 0, "end")
+        with prefix:
+            for index in range(len(prefix)):
+                stopped_by = self._load_one(prefix, index, into(index))
+                if stopped_by is None and self._clock_ns() >= end_ns and index + 1 < len(prefix):
+                    self.counters.load_deadlines += 1
+                    return LoadResult(index + 1, len(prefix), "deadline")
+                if stopped_by is not None:
+                    return LoadResult(index, len(prefix), stopped_by)
+                self.counters.loaded_blocks += 1
+                await self._let_others_run(index)
+            return LoadResult(len(prefix), len(prefix), "end")
+
+    def _load_one(self, prefix: LeasedPrefix, index: int, destination: Any) -> Literal["corrupt", "lease_over"] | None:
+        copy_block(destination, prefix.view(index))
+        # The copy is what will be used, so the copy is what is verified; and the lease is looked at afterwards,
+        # because a slot that was reused during the copy proves nothing about the block in it.
+        is_right = prefix.verify(index, destination)
+        if not prefix.stands():
+            self.counters.lease_over += 1
+            return "lease_over"
+        if not is_right:
+            self.counters.corrupt_blocks += 1
+            prefix.report_corrupt(index)
+            logger.error("store_block_corrupt index=%d", index)
+            return "corrupt"
+        return None
+
+    async def put_blocks(self, blocks: Sequence[PutBlock | tuple[BlockHash, Any]]) -> PutResult:
+        """Reserves slots, copies and commits, parents before leaves. The views must not change meanwhile."""
+        items = [PutBlock(*block) for block in blocks]
+        reservation = await self.reserve([item.block_hash for item in items]) if items else None
+        if reservation is None:
+            return PutResult(lost=len(items))
+        with reservation:
+            written = 0
+            for index, status in enumerate(reservation.statuses):
+                if status != "granted":
+                    continue
+                if not reservation.write(index, items[index].view, items[index].digest):
+                    break
+                written += 1
+                await self._let_others_run(written)
+            stored = await reservation.commit(deadline_s=self._call_deadline_s)
+        self.counters.stored_blocks += stored
+        statuses = reservation.statuses
+        return PutResult(
+            stored=stored,
+            present=statuses.count("present"),
+            in_progress=statuses.count("in_progress"),
+            no_room=statuses.count("no_room"),
+            lost=statuses.count("granted") - stored,
+        )
+
+    async def match(self, hashes: Sequence[BlockHash], *, lease_ms: int | None = None) -> LeasedPrefix | None:
+        """Pins the longest cached prefix; None for a miss or a lost store. The caller releases what it gets."""
+        session = self._session
+        if session is None or not hashes:
+            return None
+        return await session.match(hashes, lease_ms=lease_ms or self._lease_ms, deadline_s=self._call_deadline_s)
+
+    async def reserve(self, hashes: Sequence[BlockHash], *, lease_ms: int | None = None) -> WriteReservation | None:
+        """Takes writable slots; None when the store is lost. The caller commits or aborts what it gets, always."""
+        session = self._session
+        if session is None or not hashes:
+            return None
+        reservation = await session.reserve(
+            hashes, lease_ms=lease_ms or self._lease_ms, deadline_s=self._call_deadline_s
+        )
+        if reservation is not None:
+            self._reservations.add(reservation)
+            reservation.when_finished(lambda: self._reservation_finished(reservation))
+        return reservation
+
+    async def stat(self) -> StoreStat | None:
+        """Returns the node's counts; None when the store is lost."""
+        if self._session is None:
+            return None
+        return await self._session.call(lambda n: StatAsk(n=n), StoreStat, deadline_s=self._call_deadline_s)
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    async def _let_others_run(self, num_copied: int) -> None:
+        if num_copied % max(1, BYTES_PER_LOOP_STEP // self._block_bytes) == 0:
+            await asyncio.sleep(0)
+
+    async def _keep_connected(self) -> None:
+        backoff_s = BACKOFF_S_MIN
+        while True:
+            if self._address is None or self.refusal:
+                await self._address_changed.wait()
+            self._address_changed.clear()
+            assert self._address is not None
+            try:
+                self._session = await self._dial(*self._address)
+                backoff_s = BACKOFF_S_MIN
+                self.counters.connections += 1
+                self._connected.set()
+                self._settle_earlier_writes()
+                await self._session.read()
+            except FatalError as error:
+                logger.warning("store_unusable host=%s port=%d error=%s", *self._address, error)
+            except (KopirError, OSError) as error:
+                logger.info("store_lost host=%s port=%d error=%s", *self._address, error)
+            finally:
+                self._connection_ended()
+            if not self.refusal:
+                await self._pause(backoff_s)
+                backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
+
+    async def _pause(self, backoff_s: float) -> None:
+        """Waits before the next dial, unless the address changes."""
+        try:
+            async with asyncio.timeout(backoff_s):
+                await self._address_changed.wait()
+        except TimeoutError:
+            pass
+
+    async def _dial(self, host: str, port: int) -> StoreSession:
+        channel = await connect(
+            host, port, secret=self._secret, me=self._me, decode=ToClient, deadline_s=CONNECT_DEADLINE_S
+        )
+        try:
+            async with asyncio.timeout(CONNECT_DEADLINE_S):
+                attached = await self._attach(channel)
+            slab = self._map_slab(attached)
+        except TimeoutError as error:
+            channel.abort()
+            raise PeerLost("the store node did not answer Attach") from error
+        except BaseException:
+            channel.abort()
+            raise
+        return StoreSession(channel, slab, clock_ns=self._clock_ns)
+
+    async def _attach(self, channel: Channel) -> Attached:
+        await channel.send(Attach(n=0, client_id=self._client_id, block_bytes=self._block_bytes))
+        answer = await channel.recv()
+        if isinstance(answer, AttachRefused):
+            self.refusal = answer.message
+            raise ProtocolError(f"the store node refused: {answer.message}")
+        if not isinstance(answer, Attached):
+            raise ProtocolError(f"{type(answer).__name__} instead of Attached")
+        return answer
+
+    def _map_slab(self, attached: Attached) -> Slab:
+        """Returns the mapping of the node's slab: the one at hand if it is the same slab, or a new one."""
+        if self._slab is not None and self._slab.incarnation == attached.incarnation:
+            return self._slab
+        slab = open_slab(Path(attached.slab_path))
+        facts = (slab.incarnation, slab.block_bytes, slab.num_blocks)
+        if facts != (attached.incarnation, self._block_bytes, attached.num_blocks):
+            slab.close()
+            raise ProtocolError(f"slab {attached.slab_path} is not the one the node described")
+        if self._slab is not None:
+            self._slab.close()
+        self._slab = slab
+        return slab
+
+    def _connection_ended(self) -> None:
+        if self._session is not None:
+            self._session.abort()
+            self._session = None
+            self._owes_writes_ended = True
+            self.counters.losses += 1
+        self._connected.clear()
+
+    def _reservation_finished(self, reservation: WriteReservation) -> None:
+        self._reservations.discard(reservation)
+        self._settle_earlier_writes()
+
+    def _settle_earlier_writes(self) -> None:
+        """Tells the node, once it is true, that nothing of an earlier connection is being written any more."""
+        if not self._owes_writes_ended or self._session is None:
+            return
+        if any(reservation.session is not self._session for reservation in self._reservations):
+            return
+        if self._session.send(WritesEnded()):
+            self._owes_writes_ended = False

@@ -1,0 +1,118 @@
+"""A store node with its slab on a thread of its own, for a process that is driven by calls (a Ray actor).
+
+Owns the slab, the event loop and the thread. ``close`` unlinks the slab; if the process is killed instead,
+the next node that starts on this host removes it.
+
+Life cycle: made -> ``start`` -> serving -> ``close``; once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvstore.core.eviction import LruPolicy
+from kvstore.core.slab_index import SlabIndex
+from kvstore.net.handshake import PeerInfo
+from kvstore.net.host import host_identity as resolve_host_identity
+from kvstore.store.node import StoreNode, boottime_ns
+from kvstore.store.slab import SHM_DIR, Slab, create_slab
+
+CLOSE_DEADLINE_S = 5.0
+
+
+class StoreHost:
+    """One store node and everything it needs. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        incarnation: str,
+        secret: bytes,
+        block_bytes: int,
+        num_blocks: int,
+        host_identity: str = "auto",
+        shm_dir: Path = SHM_DIR,
+        clock_ns: Callable[[], int] = boottime_ns,
+    ) -> None:
+        """Allocates nothing yet. ``host_identity`` ``auto``: found out here."""
+        self._me = PeerInfo(
+            role="store",
+            peer_id=f"store-{node}",
+            incarnation=incarnation,
+            pid=os.getpid(),
+            host_identity=resolve_host_identity(host_identity),
+        )
+        self._secret = secret
+        self._block_bytes = block_bytes
+        self._num_blocks = num_blocks
+        self._shm_dir = shm_dir
+        self._clock_ns = clock_ns
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"store-{node}", daemon=True)
+        self._slab: Slab | None = None
+        self._node: StoreNode | None = None
+        self._stopped = threading.Event()
+        self._close_lock = threading.Lock()
+
+    def start(self, bind_host: str, port: int = 0) -> tuple[str, int]:
+        """Allocates the slab and listens; returns (host, port).
+
+        Raises: EnvironmentProblem when shared memory is too small; OSError when the address is taken.
+        """
+        assert self._slab is None, "started twice"
+        self._slab = create_slab(
+            incarnation=self._me.incarnation,
+            block_bytes=self._block_bytes,
+            num_blocks=self._num_blocks,
+            shm_dir=self._shm_dir,
+        )
+        self._thread.start()
+        try:
+            index = SlabIndex(self._num_blocks, policy=LruPolicy(self._num_blocks))
+            self._node = StoreNode(
+                self._slab, index, me=self._me, secret=self._secret, loop=self._loop, clock_ns=self._clock_ns
+            )
+            return asyncio.run_coroutine_threadsafe(self._node.start(bind_host, port), self._loop).result()
+        except BaseException:
+            self.close()
+            raise
+
+    def status(self) -> dict[str, Any]:
+        """Returns the fields of ``StoreStat``; empty when the node is not up."""
+        if self._node is None or self._stopped.is_set():
+            return {}
+        stat = asyncio.run_coroutine_threadsafe(self._stat(self._node), self._loop).result(CLOSE_DEADLINE_S)
+        return {name: value for name, value in stat.items() if name != "n"}
+
+    def wait_until_stopped(self) -> str:
+        """Blocks until ``close``; returns why the node ended."""
+        self._stopped.wait()
+        return "closed"
+
+    def close(self) -> None:
+        """Ends every connection, unlinks the slab, ends the thread. Safe to call twice."""
+        with self._close_lock:
+            if self._stopped.is_set():
+                return
+            if self._node is not None:
+                asyncio.run_coroutine_threadsafe(self._node.close(), self._loop).result(CLOSE_DEADLINE_S)
+            if self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(CLOSE_DEADLINE_S)
+            if not self._thread.is_alive():
+                self._loop.close()
+            if self._slab is not None:
+                self._slab.close()
+            self._stopped.set()
+
+    @staticmethod
+    async def _stat(node: StoreNode) -> dict[str, Any]:
+        return msgspec.structs.asdict(node.stat())

@@ -1,0 +1,351 @@
+"""The store node: serves the index of one host slab to the local workers.
+
+Owns the ``SlabIndex`` and, through it, the truth about the slab; owns one session per client connection. It never
+reads or writes the bytes of a block: the workers on this host do that in the shared memory they map.
+
+Life cycle of a session: handshake -> Attach -> Attached -> requests -> connection ends. At its end the read leases
+of the session are released, and slots it was still writing are quarantined until one of two things
+is certain: its process is dead (pidfd), or the same client said on a new connection that it writes nothing of the
+old one any more (``WritesEnded``). A connection that closes proves neither.
+
+Loop and clock are arguments. Limits: ``MAX_CLIENTS`` sessions, message sizes of ``kvstore.store.messages``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstore.core.ids import BlockDigest, BlockHash
+from kvstore.core.slab_index import HolderId, LeaseId, SlabIndex
+from kvstore.errors import KopirError, ProtocolError
+from kvstore.net.channel import Channel, ChannelServer
+from kvstore.net.handshake import PeerInfo
+from kvstore.net.host import ProcessWatch
+from kvstore.store.messages import (
+    STORE_VERSION,
+    AbortBlocks,
+    Attach,
+    Attached,
+    AttachRefused,
+    BlocksCommitted,
+    BlocksReserved,
+    CommitBlocks,
+    Match,
+    Matched,
+    MatchedBlock,
+    ReleaseLease,
+    ReportCorrupt,
+    ReserveBlocks,
+    ReservedBlock,
+    StatAsk,
+    StoreStat,
+    ToClient,
+    ToNode,
+    WritesEnded,
+)
+from kvstore.store.slab import Slab
+
+logger = logging.getLogger(__name__)
+
+MAX_CLIENTS = 1024
+ATTACH_DEADLINE_S = 5.0
+LEASE_DRIFT = 0.01
+LEASE_MARGIN_NS = 20_000_000
+TIMER_STEP_S = 0.01
+
+
+def boottime_ns() -> int:
+    """Returns nanoseconds since boot, suspended time included."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+@dataclass(slots=True)
+class _Session:
+    """One client connection, or what is left of it while its unfinished writes are quarantined."""
+
+    holder: HolderId
+    client_id: str
+    peer: PeerInfo
+    channel: Channel
+    watch: ProcessWatch | None
+    is_open: bool = True
+
+
+class StoreNode:
+    """One store node. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        index: SlabIndex,
+        *,
+        me: PeerInfo,
+        secret: bytes,
+        loop: asyncio.AbstractEventLoop,
+        clock_ns: Callable[[], int] = boottime_ns,
+    ) -> None:
+        self._slab = slab
+        self._index = index
+        self._me = me
+        self._loop = loop
+        self._clock_ns = clock_ns
+        self._server = ChannelServer(secret=secret, me=me, decode=ToNode, on_channel=self._on_channel)
+        self._sessions: dict[HolderId, _Session] = {}
+        self._num_sessions = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_deadline_ns = 0
+
+    async def start(self, host: str, port: int = 0) -> tuple[str, int]:
+        """Listens; returns (host, port). Raises: OSError if the address is taken."""
+        await self._server.start(host, port)
+        logger.info(
+            "store_ready host=%s port=%d blocks=%d", self._server.host, self._server.port, self._slab.num_blocks
+        )
+        return self._server.host, self._server.port
+
+    async def close(self) -> None:
+        """Ends every session. The slab belongs to the caller, who closes it afterwards."""
+        await self._server.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for session in tuple(self._sessions.values()):
+            self._forget(session)
+
+    def stat(self, n: int = 0) -> StoreStat:
+        """Returns counts and counters; ``n`` is the call number to repeat."""
+        counts = self._index.counts()
+        return StoreStat(
+            n=n,
+            incarnation=self._me.incarnation,
+            block_bytes=self._slab.block_bytes,
+            free=counts.free,
+            used=counts.used,
+            writing=counts.writing,
+            quarantined=counts.quarantined,
+            total=counts.total,
+            pinned=counts.pinned,
+            leases=counts.leases,
+            clients=sum(session.is_open for session in self._sessions.values()),
+            counters=self._index.counters.to_dict(),
+        )
+
+    # --- sessions -----------------------------------------------------------------------------------------
+
+    async def _on_channel(self, channel: Channel) -> None:
+        session: _Session | None = None
+        try:
+            async with asyncio.timeout(ATTACH_DEADLINE_S):
+                ask = await channel.recv()
+            if not isinstance(ask, Attach):
+                raise ProtocolError(f"{type(ask).__name__} before Attach")
+            refusal = self._refusal(ask, channel.peer)
+            if refusal is not None:
+                logger.warning("store_client_refused peer=%s field=%s", channel.peer.peer_id, refusal.field)
+                await channel.send(refusal)
+                await channel.close()
+                return
+            session = self._open_session(channel, ask.client_id)
+            await channel.send(self._attached(ask.n))
+            while session.is_open:
+                reply = self._handle(session, await channel.recv())
+                self._arm_timer()
+                if reply is not None:
+                    await channel.send(reply)
+        except (KopirError, TimeoutError) as error:
+            logger.info("store_client_gone peer=%s error=%s", channel.peer.peer_id, error)
+        finally:
+            if session is not None:
+                self._end_connection(session)
+
+    def _open_session(self, channel: Channel, client_id: str) -> _Session:
+        self._num_sessions += 1
+        holder = HolderId(f"{channel.peer.incarnation}#{self._num_sessions}")
+        session = _Session(holder, client_id, channel.peer, channel, self._watch(channel.peer, holder))
+        self._sessions[holder] = session
+        return session
+
+    def _attached(self, n: int) -> Attached:
+        return Attached(
+            n=n,
+            incarnation=self._me.incarnation,
+            slab_path=str(self._slab.path),
+            block_bytes=self._slab.block_bytes,
+            num_blocks=self._slab.num_blocks,
+        )
+
+    def _refusal(self, ask: Attach, peer: PeerInfo) -> AttachRefused | None:
+        mine_and_theirs = {
+            "version": (STORE_VERSION, ask.version),
+            "block_bytes": (self._slab.block_bytes, ask.block_bytes),
+            # The slab is shared memory: a client elsewhere could not map it, and its death could not be proved.
+            "host_identity": (self._me.host_identity, peer.host_identity),
+        }
+        for field, (mine, theirs) in mine_and_theirs.items():
+            if mine != theirs:
+                return AttachRefused(
+                    n=ask.n, field=field, message=f"{field} is {mine} here, {theirs} at the client"[:512]
+                )
+        if len(self._sessions) >= MAX_CLIENTS:
+            return AttachRefused(n=ask.n, field="clients", message=f"{MAX_CLIENTS} clients are connected already")
+        return None
+
+    def _watch(self, peer: PeerInfo, holder: HolderId) -> ProcessWatch | None:
+        """Returns a watch on the client's process; None when it cannot be had (then only its word ends quarantine)."""
+        try:
+            watch = ProcessWatch(peer.pid)
+        except (OSError, ValueError) as error:
+            logger.warning("store_client_unwatched peer=%s pid=%d error=%s", peer.peer_id, peer.pid, error)
+            return None
+        self._loop.add_reader(watch.fileno(), self._on_process_gone, holder)
+        return watch
+
+    def _on_process_gone(self, holder: HolderId) -> None:
+        session = self._sessions[holder]
+        self._index.reader_lost(holder)
+        freed = self._index.writer_dead(holder)
+        logger.info("store_client_dead peer=%s pid=%d freed_blocks=%d", session.peer.peer_id, session.peer.pid, freed)
+        session.channel.abort()
+        self._forget(session)
+
+    def _end_connection(self, session: _Session) -> None:
+        """The connection is over; the process may live on and may still be writing."""
+        if session.holder not in self._sessions:
+            return
+        session.is_open = False
+        self._index.reader_lost(session.holder)
+        quarantined = self._index.writer_lost(session.holder)
+        if self._index.has_unfinished_writes(session.holder):
+            logger.warning("store_writer_lost peer=%s quarantined_blocks=%d", session.peer.peer_id, quarantined)
+        else:
+            self._forget(session)
+
+    def _forget(self, session: _Session) -> None:
+        self._sessions.pop(session.holder, None)
+        session.is_open = False
+        if session.watch is not None:
+            self._loop.remove_reader(session.watch.fileno())
+            session.watch.close()
+            session.watch = None
+
+    # --- requests -----------------------------------------------------------------------------------------
+
+    def _handle(self, session: _Session, message: ToNode) -> ToClient | None:
+        """Carries one request out; returns its answer, if it has one."""
+        match message:
+            case Match():
+                return self._match(session, message)
+            case ReleaseLease():
+                self._index.release(LeaseId(message.lease_id), reader=session.holder)
+            case ReserveBlocks():
+                return self._reserve(session, message)
+            case CommitBlocks():
+                return self._commit(session, message)
+            case AbortBlocks():
+                for ref in message.blocks:
+                    self._check_slot(ref.slot)
+                    self._index.abort(
+                        BlockHash(ref.block_hash), slot=ref.slot, generation=ref.generation, writer=session.holder
+                    )
+            case ReportCorrupt():
+                self._report_corrupt(session, message)
+            case WritesEnded():
+                self._writes_ended(session)
+            case StatAsk():
+                return self.stat(message.n)
+            case Attach():
+                raise ProtocolError("Attach twice on one connection")
+        return None
+
+    def _match(self, session: _Session, ask: Match) -> Matched:
+        now_ns = self._clock_ns()
+        found = self._index.match(
+            [BlockHash(block_hash) for block_hash in ask.hashes],
+            reader=session.holder,
+            now_ns=now_ns,
+            deadline_ns=_deadline_ns(now_ns, ask.lease_ms),
+        )
+        blocks = tuple(MatchedBlock(block.slot, block.generation, block.digest) for block in found.blocks)
+        return Matched(n=ask.n, lease_id=found.lease_id, blocks=blocks)
+
+    def _reserve(self, session: _Session, ask: ReserveBlocks) -> BlocksReserved:
+        now_ns = self._clock_ns()
+        self._index.expire(now_ns)
+        outcomes = self._index.reserve(
+            [BlockHash(block_hash) for block_hash in ask.hashes],
+            writer=session.holder,
+            deadline_ns=_deadline_ns(now_ns, ask.lease_ms),
+        )
+        return BlocksReserved(
+            n=ask.n, blocks=tuple(ReservedBlock(o.status.value, o.slot, o.generation) for o in outcomes)
+        )
+
+    def _commit(self, session: _Session, ask: CommitBlocks) -> BlocksCommitted:
+        committed = []
+        # Leaf first, so that the policy never takes a parent for older than its leaf.
+        for block in reversed(ask.blocks):
+            self._check_slot(block.slot)
+            committed.append(
+                self._index.commit(
+                    BlockHash(block.block_hash),
+                    slot=block.slot,
+                    generation=block.generation,
+                    digest=BlockDigest(block.digest),
+                    writer=session.holder,
+                )
+            )
+        return BlocksCommitted(n=ask.n, committed=tuple(reversed(committed)))
+
+    def _report_corrupt(self, session: _Session, report: ReportCorrupt) -> None:
+        ref = report.block
+        self._check_slot(ref.slot)
+        if self._index.report_corrupt(BlockHash(ref.block_hash), slot=ref.slot, generation=ref.generation):
+            logger.error(
+                "store_block_corrupt hash=%s slot=%d reporter=%s", ref.block_hash.hex(), ref.slot, session.peer.peer_id
+            )
+
+    def _writes_ended(self, session: _Session) -> None:
+        """The client writes nothing of its earlier connections any more, which it therefore has left."""
+        for earlier in tuple(self._sessions.values()):
+            if earlier is session or _client_of(earlier) != _client_of(session):
+                continue
+            # Its end may not have been noticed here yet.
+            earlier.channel.abort()
+            self._index.reader_lost(earlier.holder)
+            freed = self._index.writer_dead(earlier.holder)
+            logger.info("store_writes_ended peer=%s freed_blocks=%d", session.peer.peer_id, freed)
+            self._forget(earlier)
+
+    def _check_slot(self, slot: int) -> None:
+        if slot >= self._slab.num_blocks:
+            raise ProtocolError(f"slot {slot} of a slab with {self._slab.num_blocks} slots")
+
+    # --- time ---------------------------------------------------------------------------------------------
+
+    def _arm_timer(self) -> None:
+        deadline_ns = self._index.next_deadline_ns()
+        if deadline_ns is None or (self._timer is not None and self._timer_deadline_ns <= deadline_ns):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_deadline_ns = deadline_ns
+        delay_s = max(TIMER_STEP_S, (deadline_ns - self._clock_ns()) / 1e9)
+        self._timer = self._loop.call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._index.expire(self._clock_ns())
+        self._arm_timer()
+
+
+def _client_of(session: _Session) -> tuple[str, str]:
+    return session.peer.incarnation, session.client_id
+
+
+def _deadline_ns(now_ns: int, lease_ms: int) -> int:
+    """Returns when the node's side of a lease ends: later than the holder's, whose clock may run slower."""
+    return now_ns + int(lease_ms * 1_000_000 * (1 + LEASE_DRIFT)) + LEASE_MARGIN_NS
