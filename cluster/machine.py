@@ -200,7 +200,7 @@ def needed_bytes(config: Config, *, block_bytes: int, weight_bytes: int) -> int:
 
 
 def readable_bytes(size: int) -> str:
-    """Returns a size for people, in the largest unit that leaves at least 1: ``22.9 GiB``, ``1 GiB``, ``1000 bytes``."""
+    """Returns a size for people, in the largest unit that leaves at least 1: ``22.9 GiB``, ``1000 bytes``."""
     value, unit = float(size), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

@@ -56,14 +56,14 @@ def test_facts_are_plausible() -> None:
     [
         (0, "0 bytes"),
         (1000, "1000 bytes"),
-        (1024, "1KiB"),
-        (3 * GIB, "3GiB"),
-        (3 * GIB + 7, "3.0 GiB"),
-        (1025, "1.0 KiB"),
+        (1024, "1 KiB"),
+        (3 * GIB, "3 GiB"),
+        (3 * GIB + 7, "3 GiB"),
+        (1500, "1.5 KiB"),
     ],
 )
 def test_sizes_for_people(size: int, text: str) -> None:
-    """Exact where a unit divides, one decimal otherwise."""
+    """The largest unit that leaves at least 1, one decimal at most."""
     assert machine.readable_bytes(size) == text
 
 
@@ -74,12 +74,12 @@ def test_preflight_refuses_with_advice(taken_port: int, monkeypatch: pytest.Monk
     with pytest.raises(EnvironmentProblem, match=rf"cannot listen on 127.0.0.1:{taken_port}: Address.*--port"):
         machine.preflight(load(values={"server.port": taken_port}))
     monkeypatch.setattr(machine, "shared_memory_bytes", lambda: (2 * GIB, GIB // 2))
-    with pytest.raises(EnvironmentProblem, match=r"512MiB free of 2GiB, but kv\.host_bytes asks for 1GiB; lower"):
+    with pytest.raises(EnvironmentProblem, match=r"512 MiB free of 2 GiB, but kv\.host_bytes asks for 1 GiB; lower"):
         machine.preflight(free)
     monkeypatch.setattr(machine, "shared_memory_bytes", lambda: (2 * GIB, 2 * GIB))
     monkeypatch.setattr(machine, "memory_bytes", lambda: (4 * GIB, 2 * GIB))
     machine.preflight(free)
-    with pytest.raises(EnvironmentProblem, match=r"not enough memory: .* needed .* 2GiB available; lower workers"):
+    with pytest.raises(EnvironmentProblem, match=r"not enough memory: .* needed .* 2 GiB available; lower workers"):
         machine.preflight(free, block_bytes=368_640, weight_bytes=270 << 20)
 
 
@@ -103,8 +103,9 @@ def test_needed_memory_counts_every_worker() -> None:
         (doctor.check_cma(None, 1), "ok", ""),
         (doctor.check_cma("EPERM: x", 1), "warn", "ptrace_scope=0"),
         (doctor.check_cma("EPERM: x", None), "warn", "SYS_PTRACE"),
-        (doctor.check_memlock(None), "ok", ""),
-        (doctor.check_memlock(8 << 20), "warn", "ulimit -l"),
+        (doctor.check_memlock(None, True), "ok", ""),
+        (doctor.check_memlock(8 << 20, False), "ok", ""),
+        (doctor.check_memlock(8 << 20, True), "warn", "ulimit -l"),
         (doctor.check_port("h", 8, None, []), "ok", ""),
         (doctor.check_port("h", 8, "in use", ["http://h:8"]), "ok", ""),
         (doctor.check_port("h", 8, "in use", ["http://h:18"]), "fail", "--port"),
