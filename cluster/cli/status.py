@@ -28,10 +28,10 @@ _WORKER_COLUMNS = {
     "node": "node",
     "used_blocks": "used",
     "pool_blocks": "blocks",
-    "quarantined_blocks": "quarantined",
-    "running": "running",
-    "waiting": "waiting",
-    "incarnation": "incarnation",
+    "quarantined_blocks": "quar",
+    "running": "run",
+    "waiting": "wait",
+    "incarnation": "life",
 }
 
 
