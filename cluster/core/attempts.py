@@ -1,0 +1,474 @@
+"""The attempt ledger: one state machine per request, which decides what may run, be delivered and be repeated.
+
+Pure: events in, instructions out. It holds the journal of its request (see ``cluster.core.journal``).
+
+The rules it keeps:
+
+* The boundary is delivery. ``FirstDelta`` comes before the first write; after it nothing is ever run again.
+* A side of an attempt is *fenced* when its process is proved dead, it acknowledged a cancel, it reported its own
+  fault, or its lease has surely run out. A sent cancel fences nothing.
+* Another attempt starts only when both sides of the old one are fenced, with a new epoch.
+* Tokens of any attempt but the current one are dropped and counted. A gap is a fault of the worker, never patched.
+* Each request ends exactly once: finished, failed, interrupted or cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from cluster.core import attempt_events as ev
+from cluster.core.attempt_events import ROLES, Instruction, Role, WorkerRef
+from cluster.core.journal import Journal, Verdict
+
+
+class Phase(Enum):
+    """States of contract section 6."""
+
+    ADMITTED = "admitted"
+    ROUTED = "routed"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    HANDING_OFF = "handing_off"
+    DECODING = "decoding"
+    DELIVERING = "delivering"
+    FINISHED = "finished"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    CANCELLED = "cancelled"
+
+
+ENDS = frozenset({Phase.FINISHED, Phase.FAILED, Phase.INTERRUPTED, Phase.CANCELLED})
+
+_INTERRUPT_REASONS: dict[str, ev.InterruptReason] = {
+    "worker_exited": "worker_exited",
+    "network_cut": "network_cut",
+    "lease_expired": "lease_expired",
+    "deadline": "deadline",
+    "shutdown": "shutdown",
+}
+"""Every other fault is told to the client as ``engine_fault``."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One run on one pair of workers."""
+
+    attempt_id: str
+    epoch: int
+    workers: dict[Role, WorkerRef]
+    started_ns: int
+    dispatched: set[Role] = field(default_factory=set)
+    """Sides that were sent work; the others hold nothing and need no fence."""
+    fenced: set[Role] = field(default_factory=set)
+    cancelled: set[Role] = field(default_factory=set)
+    lost_link: set[Role] = field(default_factory=set)
+    num_received: int = 0
+    """Tokens [0, num_received) were accepted."""
+    num_generated: int = 0
+    """Tokens that decode is known to have made."""
+    handed_off: bool = False
+    ended_ns: int | None = None
+    end_reason: str | None = None
+
+    @property
+    def is_fenced(self) -> bool:
+        """True when nothing of this attempt can be published any more."""
+        return self.dispatched <= self.fenced
+
+
+@dataclass(slots=True)
+class RequestMachine:
+    """One logical request from admission to the close of its books."""
+
+    request_id: str
+    stream: bool
+    max_attempts: int
+    admitted_ns: int
+    journal: Journal = field(init=False)
+    phase: Phase = Phase.ADMITTED
+    attempts: list[Attempt] = field(default_factory=list)
+    first_delta_sent: bool = False
+    num_delivered: int = 0
+    upstream_done: bool = False
+    """The last token arrived, or a stop string matched: only the end of the answer is still to be written."""
+    closed: bool = False
+    _pending_retry: bool = False
+    _failure: tuple[str, str] = ("engine_fault", "")
+    _discard_reason: str = "none"
+
+    def __post_init__(self) -> None:
+        self.journal = Journal(self.request_id, self.admitted_ns)
+
+    # --- the one entry ------------------------------------------------------------------------------------
+
+    def step(self, event: ev.AnyEvent) -> list[Instruction]:
+        """Takes one event; returns what the driver must do, in order. Modifies: the machine and its journal."""
+        before = self.phase
+        handler = _HANDLERS[type(event)]
+        out: list[Instruction] = handler(self, event)
+        if self.phase is not before:
+            self.journal.phase(event.now_ns, self.phase.value)
+        out += self._settle(event.now_ns)
+        return out
+
+    @property
+    def current(self) -> Attempt | None:
+        """The attempt whose tokens are accepted; None before the first."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def is_ended(self) -> bool:
+        return self.phase in ENDS
+
+    def may_run_again(self) -> Verdict:
+        """Answers the one question of an outage: may this input go to another replica now, and if not, why."""
+        if self.is_ended:
+            return Verdict(False, f"the request is {self.phase.value}")
+        if self.first_delta_sent:
+            return Verdict(False, "a delta was sent to the client")
+        if self.upstream_done:
+            return Verdict(False, "the answer is complete")
+        if self.current is not None and not self.current.is_fenced:
+            return Verdict(False, "the current attempt can still publish")
+        if len(self.attempts) >= self.max_attempts:
+            return Verdict(False, f"{len(self.attempts)} of {self.max_attempts} attempts are used")
+        return Verdict(True, "nothing was sent and the old attempt is fenced")
+
+    def check_invariants(self) -> None:
+        """Asserts what must hold after every step."""
+        epochs = [attempt.epoch for attempt in self.attempts]
+        assert epochs == list(range(1, len(epochs) + 1)), epochs
+        assert len(epochs) <= self.max_attempts, (epochs, self.max_attempts)
+        for attempt in self.attempts[:-1]:
+            assert attempt.is_fenced, f"epoch {attempt.epoch} could publish beside a later one"
+        received = self.current.num_received if self.current else 0
+        assert self.num_delivered <= received, (self.num_delivered, received)
+        assert self.num_delivered == 0 or self.first_delta_sent, "delivered before the boundary was recorded"
+        assert not self.closed or self.is_ended, self.phase
+
+    # --- start of an attempt --------------------------------------------------------------------------------
+
+    def _routed(self, event: ev.Routed) -> list[Instruction]:
+        if self.is_ended:
+            return []
+        verdict = self.may_run_again()
+        assert verdict.allowed, f"routed although {verdict.why}"
+        attempt = Attempt(
+            event.attempt_id,
+            len(self.attempts) + 1,
+            {"prefill": event.prefill, "decode": event.decode},
+            event.now_ns,
+        )
+        self.attempts.append(attempt)
+        self._pending_retry = False
+        attempt.dispatched.add("decode")
+        self.phase = Phase.RESERVING
+        self.journal.attempt_started(event.now_ns, attempt.attempt_id, attempt.epoch, event.prefill, event.decode)
+        return [ev.SendReserve(attempt.attempt_id, attempt.epoch)]
+
+    def _no_route(self, event: ev.NoRoute) -> list[Instruction]:
+        if self.is_ended:
+            return []
+        return self._fail(event.now_ns, 503, "no_capacity", event.message, retryable=True)
+
+    def _reserved(self, event: ev.BlocksReserved) -> list[Instruction]:
+        attempt = self._current_live(event.attempt_id, event.epoch)
+        if attempt is None or self.phase is not Phase.RESERVING:
+            return []
+        attempt.dispatched.add("prefill")
+        self.phase = Phase.PREFILLING
+        return [ev.SendPrefill(attempt.attempt_id, attempt.epoch)]
+
+    def _refused(self, event: ev.WorkerRefused) -> list[Instruction]:
+        attempt = self._find(event.attempt_id, event.epoch)
+        if attempt is None:
+            return []
+        attempt.fenced.add(event.role)
+        reason = f"{event.role} refused: {event.code}"
+        return self._lose(attempt, event.now_ns, event.code, f"{reason}: {event.message}")
+
+    def _prefill_began(self, event: ev.PrefillBegan) -> list[Instruction]:
+        if self._current_live(event.attempt_id, event.epoch) is not None:
+            self.journal.cached(event.now_ns, event.epoch, event.cached_tokens, event.cached_by_tier)
+        return []
+
+    def _prefill_ended(self, event: ev.PrefillEnded) -> list[Instruction]:
+        attempt = self._find(event.attempt_id, event.epoch)
+        if attempt is None:
+            return []
+        # Prefill is done with this attempt: there is nothing of it left to fence.
+        attempt.fenced.add("prefill")
+        attempt.handed_off = True
+        self.journal.spans(event.now_ns, event.epoch, event.spans_ns)
+        if self.phase is Phase.PREFILLING:
+            self.phase = Phase.HANDING_OFF
+        return []
+
+    # --- tokens and delivery --------------------------------------------------------------------------------
+
+    def _tokens(self, event: ev.TokensArrived) -> list[Instruction]:
+        attempt = self._find(event.attempt_id, event.epoch)
+        stop_index = event.first_index + event.num_tokens
+        if attempt is not None:
+            attempt.num_generated = max(attempt.num_generated, stop_index)
+        if attempt is None or attempt is not self.current or attempt.cancelled or "decode" in attempt.fenced:
+            return [ev.DropTokens(event.num_tokens, "stale_attempt")]
+        if self.is_ended or self.upstream_done:
+            return [ev.DropTokens(event.num_tokens, "not_wanted")]
+        if event.first_index > attempt.num_received:
+            why = f"index {event.first_index} after {attempt.num_received} tokens"
+            drop = ev.DropTokens(event.num_tokens, "gap")
+            return [drop, *self._lose(attempt, event.now_ns, "engine_fault", why)]
+        skip = min(attempt.num_received - event.first_index, event.num_tokens)
+        fresh = event.num_tokens - skip
+        out: list[Instruction] = [ev.DropTokens(skip, "duplicate")] if skip else []
+        if attempt.num_received == 0:
+            self.journal.first_token(event.now_ns, attempt.epoch)
+            self.phase = Phase.DELIVERING if self.first_delta_sent else Phase.DECODING
+        attempt.num_received += fresh
+        attempt.handed_off = True
+        if event.end is not None:
+            self.upstream_done = True
+            attempt.fenced |= {"decode"}
+            attempt.ended_ns, attempt.end_reason = event.now_ns, event.end
+            self.journal.attempt_ended(event.now_ns, attempt.epoch, event.end)
+        if fresh or event.end is not None:
+            out.append(ev.Deliver(skip, fresh, event.end))
+        return out
+
+    def _first_delta(self, event: ev.FirstDelta) -> list[Instruction]:
+        assert self.current is not None and not self.is_ended, self.phase
+        self.first_delta_sent = True
+        self.journal.first_delta(event.now_ns, self.current.epoch)
+        self.phase = Phase.DELIVERING
+        return []
+
+    def _delivered(self, event: ev.Delivered) -> list[Instruction]:
+        self.num_delivered = max(self.num_delivered, event.num_tokens)
+        return []
+
+    def _stop_matched(self, event: ev.StopMatched) -> list[Instruction]:
+        if self.is_ended or self.upstream_done or self.current is None:
+            return []
+        self.upstream_done = True
+        self._discard_reason = "stop_string"
+        self.current.ended_ns, self.current.end_reason = event.now_ns, "stop_string"
+        self.journal.attempt_ended(event.now_ns, self.current.epoch, "stop_string")
+        return self._fence(self.current, "stop_string")
+
+    def _completed(self, event: ev.Completed) -> list[Instruction]:
+        if not self.is_ended:
+            assert self.upstream_done, "completed without an end"
+            self.phase = Phase.FINISHED
+        return []
+
+    # --- losses ---------------------------------------------------------------------------------------------
+
+    def _worker_gone(self, event: ev.WorkerGone) -> list[Instruction]:
+        out: list[Instruction] = []
+        for attempt in self.attempts:
+            for role in ROLES:
+                if attempt.workers[role].incarnation == event.incarnation:
+                    attempt.fenced.add(role)
+                    if attempt is self.current and self._needs(attempt, role):
+                        worker = attempt.workers[role].worker_id
+                        out += self._lose(attempt, event.now_ns, "worker_exited", f"{worker} exited")
+        return out
+
+    def _link_lost(self, event: ev.LinkLost) -> list[Instruction]:
+        attempt = self.current
+        if attempt is None or self.is_ended or self.upstream_done:
+            return []
+        out: list[Instruction] = []
+        for role in ROLES:
+            if attempt.workers[role].incarnation == event.incarnation and self._needs(attempt, role):
+                attempt.lost_link.add(role)
+                self.journal.note(event.now_ns, "link_lost", attempt.epoch, role=role)
+                out.append(ev.WaitForFence(attempt.attempt_id, attempt.epoch, role))
+        return out
+
+    def _link_back(self, event: ev.LinkBack) -> list[Instruction]:
+        out: list[Instruction] = []
+        for attempt in self.attempts:
+            for role in ROLES:
+                if attempt.workers[role].incarnation != event.incarnation:
+                    continue
+                attempt.lost_link.discard(role)
+                # A cancel that was sent into a dead connection is not a cancel that was heard.
+                if role in attempt.cancelled and role not in attempt.fenced:
+                    out.append(ev.SendCancel(attempt.attempt_id, attempt.epoch, role, "repeated"))
+        return out
+
+    def _faulted(self, event: ev.AttemptFaulted) -> list[Instruction]:
+        attempt = self._find(event.attempt_id, event.epoch)
+        if attempt is None:
+            return []
+        attempt.fenced.add(event.role)
+        return self._lose(attempt, event.now_ns, event.reason, f"{event.role}: {event.message}")
+
+    def _cancel_acked(self, event: ev.CancelAcked) -> list[Instruction]:
+        attempt = self._find(event.attempt_id, event.epoch)
+        if attempt is None:
+            return []
+        attempt.fenced.add(event.role)
+        attempt.num_generated = max(attempt.num_generated, event.num_generated)
+        self.journal.note(event.now_ns, "cancel_acked", attempt.epoch, role=event.role)
+        return []
+
+    def _timer(self, event: ev.TimerFired) -> list[Instruction]:
+        attempt = self._find(event.attempt_id, event.epoch)
+        if attempt is None or event.role in attempt.fenced:
+            return []
+        if event.role in attempt.cancelled:
+            attempt.fenced.add(event.role)
+            self.journal.note(event.now_ns, "lease_ran_out", attempt.epoch, role=event.role)
+            return []
+        if event.role not in attempt.lost_link:
+            return []
+        attempt.fenced.add(event.role)
+        self.journal.note(event.now_ns, "lease_ran_out", attempt.epoch, role=event.role)
+        worker = attempt.workers[event.role].worker_id
+        return self._lose(attempt, event.now_ns, "network_cut", f"no sign of life of {worker} within its lease")
+
+    def _lose(self, attempt: Attempt, now_ns: int, reason: str, message: str) -> list[Instruction]:
+        """The attempt will not complete. Stops what is left of it; ends or repeats the request when it may."""
+        if attempt.end_reason is None:
+            attempt.ended_ns, attempt.end_reason = now_ns, reason
+            self.journal.attempt_ended(now_ns, attempt.epoch, reason, message=message)
+        if attempt is not self.current or self.is_ended or self.upstream_done:
+            return []
+        out = self._fence(attempt, reason)
+        if self.first_delta_sent:
+            told = _INTERRUPT_REASONS.get(reason, "engine_fault")
+            self.phase = Phase.INTERRUPTED
+            self._discard_reason = "interrupted"
+            self.journal.ended(now_ns, "interrupted", reason=told, delivered=self.num_delivered)
+            return [*out, ev.Interrupt(told, attempt.attempt_id, message)]
+        self._pending_retry = True
+        self._failure = (reason, message)
+        return out
+
+    # --- ends -----------------------------------------------------------------------------------------------
+
+    def _client_gone(self, event: ev.ClientGone) -> list[Instruction]:
+        if self.is_ended:
+            return []
+        self.phase = Phase.CANCELLED
+        self._discard_reason = event.reason
+        self.journal.ended(event.now_ns, "cancelled", reason=event.reason, delivered=self.num_delivered)
+        return self._fence(self.current, event.reason) if self.current is not None else []
+
+    def _deadline(self, event: ev.DeadlineReached) -> list[Instruction]:
+        return self._cut(event.now_ns, "deadline", 504, "deadline_exceeded", "the request's deadline has passed")
+
+    def _drained(self, event: ev.DrainEnded) -> list[Instruction]:
+        return self._cut(event.now_ns, "shutdown", 503, "not_ready", "the server is stopping")
+
+    def _cut(self, now_ns: int, reason: ev.InterruptReason, status: int, code: str, message: str) -> list[Instruction]:
+        if self.is_ended or self.upstream_done:
+            return []
+        out = self._fence(self.current, reason) if self.current is not None else []
+        if not self.first_delta_sent:
+            return [*out, *self._fail(now_ns, status, code, message, retryable=False)]
+        assert self.current is not None
+        self.phase = Phase.INTERRUPTED
+        self._discard_reason = "interrupted"
+        self.journal.ended(now_ns, "interrupted", reason=reason, delivered=self.num_delivered)
+        return [*out, ev.Interrupt(reason, self.current.attempt_id, message)]
+
+    def _fail(self, now_ns: int, status: int, code: str, message: str, *, retryable: bool) -> list[Instruction]:
+        self.phase = Phase.FAILED
+        self._discard_reason = "failed"
+        self._pending_retry = False
+        self.journal.ended(now_ns, "failed", reason=code, delivered=0)
+        return [ev.Fail(status, code, message, retryable)]
+
+    def _settle(self, now_ns: int) -> list[Instruction]:
+        """Does what had to wait for a fence: repeat or fail the request, close the books."""
+        out: list[Instruction] = []
+        if self._pending_retry and self.current is not None and self.current.is_fenced and not self.is_ended:
+            verdict = self.may_run_again()
+            self.journal.decided(now_ns, self.current.epoch, verdict)
+            self._pending_retry = False
+            if verdict.allowed:
+                self.phase = Phase.ROUTED
+                self.journal.phase(now_ns, self.phase.value)
+                failed_on = {ref.incarnation for a in self.attempts for ref in a.workers.values()}
+                out.append(ev.RouteAgain(tuple(sorted(failed_on))))
+            else:
+                status, code, retryable = _http_failure(self._failure[0])
+                out += self._fail(now_ns, status, code, self._failure[1], retryable=retryable)
+                self.journal.phase(now_ns, self.phase.value)
+        if self.is_ended and not self.closed and all(attempt.is_fenced for attempt in self.attempts):
+            self.closed = True
+            generated = sum(attempt.num_generated for attempt in self.attempts)
+            out.append(ev.Close(generated, self.num_delivered, self._discard_reason))
+        return out
+
+    # --- helpers --------------------------------------------------------------------------------------------
+
+    def _find(self, attempt_id: str, epoch: int) -> Attempt | None:
+        for attempt in self.attempts:
+            if (attempt.attempt_id, attempt.epoch) == (attempt_id, epoch):
+                return attempt
+        return None
+
+    def _current_live(self, attempt_id: str, epoch: int) -> Attempt | None:
+        attempt = self._find(attempt_id, epoch)
+        return attempt if attempt is self.current and not self.is_ended else None
+
+    def _needs(self, attempt: Attempt, role: Role) -> bool:
+        """True while the loss of this side would lose the attempt."""
+        if self.is_ended or self.upstream_done or role not in attempt.dispatched:
+            return False
+        return role == "decode" or not attempt.handed_off
+
+    def _fence(self, attempt: Attempt, reason: str) -> list[Instruction]:
+        """Cancels every side that may still run; each counts as alive until it is fenced."""
+        out: list[Instruction] = []
+        for role in ROLES:
+            if role in attempt.dispatched and role not in attempt.fenced and role not in attempt.cancelled:
+                attempt.cancelled.add(role)
+                out.append(ev.SendCancel(attempt.attempt_id, attempt.epoch, role, reason))
+                out.append(ev.WaitForFence(attempt.attempt_id, attempt.epoch, role))
+        return out
+
+
+def _http_failure(reason: str) -> tuple[int, str, bool]:
+    """Returns (status, code, may the client try again by itself) of a request that failed before its first delta."""
+    match reason:
+        case "never_fits":
+            return 400, "context_length_exceeded", False
+        case "no_capacity" | "draining":
+            return 503, "no_capacity", True
+        case "deadline":
+            return 504, "deadline_exceeded", False
+        case _:
+            return 502, "upstream_failed", False
+
+
+_HANDLERS: dict[type, Callable[[RequestMachine, Any], list[Instruction]]] = {
+    ev.Routed: RequestMachine._routed,
+    ev.NoRoute: RequestMachine._no_route,
+    ev.BlocksReserved: RequestMachine._reserved,
+    ev.WorkerRefused: RequestMachine._refused,
+    ev.PrefillBegan: RequestMachine._prefill_began,
+    ev.PrefillEnded: RequestMachine._prefill_ended,
+    ev.TokensArrived: RequestMachine._tokens,
+    ev.FirstDelta: RequestMachine._first_delta,
+    ev.Delivered: RequestMachine._delivered,
+    ev.StopMatched: RequestMachine._stop_matched,
+    ev.Completed: RequestMachine._completed,
+    ev.WorkerGone: RequestMachine._worker_gone,
+    ev.LinkLost: RequestMachine._link_lost,
+    ev.LinkBack: RequestMachine._link_back,
+    ev.AttemptFaulted: RequestMachine._faulted,
+    ev.CancelAcked: RequestMachine._cancel_acked,
+    ev.TimerFired: RequestMachine._timer,
+    ev.ClientGone: RequestMachine._client_gone,
+    ev.DeadlineReached: RequestMachine._deadline,
+    ev.DrainEnded: RequestMachine._drained,
+}
