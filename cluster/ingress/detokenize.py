@@ -45,7 +45,7 @@ class TokenTable:
         Raises: EnvironmentProblem when the decoder is of a kind that is not supported.
         """
         to_bytes = _converter(tokenizer)
-        added = tokenizer.get_added_tokens_decoder()
+        added: dict[int, Any] = tokenizer.get_added_tokens_decoder()
         vocab = tokenizer.get_vocab(with_added_tokens=False)
         size = 1 + max([*vocab.values(), *added], default=-1)
         pieces = [b""] * size
@@ -108,8 +108,8 @@ class IncrementalDecoder:
 
 def _converter(tokenizer: Tokenizer) -> Any:
     """Returns the function from a token's name in the vocabulary to its bytes."""
-    decoder = tokenizer.decoder
-    spec = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+    decoder: Any = tokenizer.decoder
+    spec: Any = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
     parts = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     kinds = [part["type"] for part in parts]
     if kinds == ["ByteLevel"]:

@@ -159,9 +159,9 @@ class Answer(ABC):
             if isinstance(event, TokenBatch):
                 text = self._take(event)
                 if self._text.stopped:
-                    self._ended = True
                     await generation.finish_stop()
                     await self._finish(send, text, "stop")
+                    self._ended = True
                     return "finished"
                 await self._piece(send, text)
             elif isinstance(event, Restarted):
@@ -173,8 +173,8 @@ class Answer(ABC):
                 await self._interrupt(send, event)
                 return "interrupted"
             else:
-                self._ended = True
                 await self._finish(send, self._text.finish(), event.finish)
+                self._ended = True
                 return "finished"
 
     @abstractmethod
@@ -241,5 +241,9 @@ class Answer(ABC):
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    """Returns when the client is gone; a server that can no longer tell counts as gone."""
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except Exception:
+        logger.exception("disconnect_watch_failed")

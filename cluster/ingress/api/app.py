@@ -6,7 +6,7 @@ Owns routes and error handlers. Holds no state of requests: that is the backend'
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI
@@ -151,7 +151,7 @@ class InfoEndpoints:
         return _json(record)
 
 
-def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
+def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Any], Coroutine[Any, Any, Response]]]:
     def answer(request: Request, error: ApiError) -> Response:
         services.metrics.errors.labels(str(error.status), error.code or "").inc()
         response = Response(error.body(), status_code=error.status, media_type="application/json")

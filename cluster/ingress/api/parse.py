@@ -67,7 +67,8 @@ def parse(body: bytes, kind: type[Request]) -> Request:
     Raises: InvalidRequest naming the field, for anything that the schema does not allow.
     """
     try:
-        return _DECODERS[kind].decode(body)
+        request: Request = _DECODERS[kind].decode(body)
+        return request
     except msgspec.ValidationError as error:
         raise _complaint(str(error)) from None
     except msgspec.DecodeError as error:

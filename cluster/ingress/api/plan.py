@@ -126,11 +126,11 @@ class Planner:
     def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
         if not token_ids:
             raise InvalidRequest(f"{param}: the prompt is empty.", param=param)
+        if len(token_ids) >= self._facts.max_model_len:
+            raise self._too_long(str(len(token_ids)), param)
         for token_id in token_ids:
             if not 0 <= token_id < self._facts.vocab_size:
                 raise self._no_such_token(token_id, param)
-        if len(token_ids) >= self._facts.max_model_len:
-            raise self._too_long(str(len(token_ids)), param)
 
     def _too_long(self, num_tokens: str, param: str) -> InvalidRequest:
         limit = self._facts.max_model_len

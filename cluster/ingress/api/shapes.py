@@ -47,7 +47,7 @@ class AnswerShape(ABC):
     ) -> None:
         self._table = table
         self._num_top = plan.num_logprobs
-        self._constant = {
+        self._constant: dict[str, Any] = {
             "id": self.id_prefix + request_id.removeprefix("req-"),
             "created": created,
             "model": model,

@@ -19,7 +19,7 @@ from cluster.ingress.api.chat_template import ChatTemplate
 from cluster.ingress.detokenize import TokenTable
 from kvstore.errors import BadInput, EnvironmentProblem
 
-INLINE_ENCODE_CHARS = 8192
+INLINE_ENCODE_CHARS = 4096
 """Longer texts are tokenised on a thread (the tokenizer lets go of the interpreter), so that streams go on."""
 
 
@@ -65,12 +65,15 @@ class TokenizerBundle:
             raise BadInput("messages", len(messages), "this model has no chat template; use /v1/completions")
         return self._template.render(messages)
 
+    def encode_now(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Returns the token ids of a text; takes about half a microsecond for each character."""
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the token ids of a text."""
+        """The same without holding up the event loop for long."""
         if len(text) <= INLINE_ENCODE_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        encoding = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return encoding.ids
+            return self.encode_now(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer, special: dict[str, str]) -> tuple[int, ...]:
     """Returns every id that ends an answer: from the generation settings, the model, and the tokenizer."""
-    ids: list[int] = []
+    ids: list[Any] = []
     for name in ("generation_config.json", "config.json"):
         value = _read_json(folder / name).get("eos_token_id")
         ids += value if isinstance(value, list) else [value]

@@ -141,3 +141,30 @@ async def test_write_to_a_lost_connection_cancels_the_generation() -> None:
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
     await app(scope, receive, send)
     assert backend.last.calls == ["mark_first_delta", ("cancel", "client_gone")]
+
+
+async def test_client_that_leaves_before_the_last_byte_is_not_a_finished_request() -> None:
+    """The generation has ended, its end was not written: cancelled, never completed."""
+    bundle = make_bundle()
+    backend = FakeBackend(vocab_size=len(bundle.table))
+    backend.script = [*batches(await bundle.encode("fox", add_special_tokens=False)), Ended("stop")]
+    app = create_app(backend, bundle)
+    body = json.dumps({"model": MODEL_ID, "stream": True, "prompt": "x"}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    at_the_end = asyncio.Event()
+
+    async def receive() -> dict[str, object]:
+        if messages:
+            return messages.pop(0)
+        await at_the_end.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, object]) -> None:
+        if message["type"] == "http.response.body" and not message["more_body"]:
+            at_the_end.set()
+            await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    await app(scope, receive, send)
+    assert backend.last.calls[-1] == ("cancel", "client_gone")
+    assert "completed" not in backend.last.calls

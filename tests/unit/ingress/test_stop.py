@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.ingress.api.text import AnswerText
+from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.detokenize import TokenTable
 from cluster.ingress.stop import MAX_STOP_CHARS, StopMatcher
 from kvstore.errors import BadInput
@@ -118,3 +120,25 @@ def test_stop_token_counts_but_has_no_text() -> None:
     answer = AnswerText(TABLE, stop_token_ids=frozenset(word[-1:]), stops=["zzz"])
     assert answer.push(word) + answer.finish() == TABLE.decode(word[:-1])
     assert (answer.num_tokens, answer.num_visible_tokens, answer.num_delivered) == (len(word), len(word) - 1, len(word))
+
+
+@pytest.mark.model
+def test_stop_strings_on_the_packaged_vocabulary(model_folder: Path) -> None:
+    """F48: every 7-character slice that begins inside a token and spans at least 3 tokens ends the text exactly."""
+    bundle = TokenizerBundle.from_folder(model_folder)
+    text = "Certainly! Here are 3 tips, Grüße & 你好 👩‍👩‍👧‍👦: don't panic; breathe (slowly)… then go."
+    ids = bundle.encode_now(text)
+    edges = list(accumulate(len(bundle.table.text_bytes(token_id)) for token_id in ids))
+    num_tried = 0
+    for begin in range(len(text) - 7):
+        stop = text[begin : begin + 7]
+        first, last = len(text[:begin].encode()), len(text[: begin + 7].encode())
+        if first in edges or sum(first < edge < last for edge in edges) < 2 or text.index(stop) != begin:
+            continue
+        num_tried += 1
+        for stops in ([stop], [stop + "zz", stop], [stop[:-1] + "\x00"]):
+            answer = AnswerText(bundle.table, stop_token_ids=frozenset(), stops=stops)
+            pieces = [answer.push([token_id]) for token_id in ids if not answer.stopped]
+            shown = "".join(pieces) + answer.finish()
+            assert shown == (text[:begin] if stop in stops else text), stops
+    assert num_tried >= 10
