@@ -34,7 +34,7 @@ BACKOFF_S_MIN = 0.05
 BACKOFF_S_MAX = 1.0
 DEFAULT_CALL_DEADLINE_S = 0.5
 DEFAULT_LEASE_MS = 5_000
-BYTES_PER_LOOP_STEP = 1 << 20
+BYTES_PER_LOOP_STEP = 2 << 20
 """After so many copied bytes other tasks of the loop have their turn."""
 
 
