@@ -21,7 +21,7 @@ from kvstore.core.ids import BlockDigest, BlockHash
 from kvstore.errors import FatalError, KopirError, PeerLost, ProtocolError
 from kvstore.net.channel import Channel, connect
 from kvstore.net.handshake import PeerInfo
-from kvstore.store.copying import copy_block
+from kvstore.store.copying import copy_block, zero_block
 from kvstore.store.messages import Attach, Attached, AttachRefused, StatAsk, StoreStat, ToClient, WritesEnded
 from kvstore.store.node import boottime_ns
 from kvstore.store.session import LeasedPrefix, StoreSession, WriteReservation
@@ -167,8 +167,8 @@ class StoreClient:
     ) -> LoadResult:
         """Copies the longest cached prefix of ``hashes`` to where ``into`` says, each block verified after its copy.
 
-        ``into(i)`` returns a writable buffer of ``block_bytes`` bytes for ``hashes[i]``; its bytes are garbage
-        when i >= ``num_loaded`` of the result. A block without its digest is reported and ends the load there.
+        ``into(i)`` returns a writable buffer of ``block_bytes`` bytes for ``hashes[i]``. A block without its digest
+        is reported and ends the load there. No wrong byte stays: a buffer whose copy does not count is zeroed.
         Modifies: the buffers that ``into`` returned.
         """
         end_ns = self._clock_ns() + int(deadline_s * 1e9)
@@ -194,9 +194,12 @@ class StoreClient:
         is_right = prefix.verify(index, destination)
         if not prefix.stands():
             self.counters.lease_over += 1
+            zero_block(destination)
             return "lease_over"
         if not is_right:
             self.counters.corrupt_blocks += 1
+            # Damaged bytes can be a NaN, which no later mask would hide.
+            zero_block(destination)
             prefix.report_corrupt(index)
             logger.error("store_block_corrupt index=%d", index)
             return "corrupt"

@@ -1,4 +1,4 @@
-"""One memory copy of a block, without holding the interpreter lock.
+"""One memory copy or erasure of a block, without holding the interpreter lock.
 
 Owns nothing. The first touch of a slab page in a process is a page fault; other threads go on meanwhile.
 """
@@ -16,6 +16,11 @@ def copy_block(destination: Any, source: Any) -> None:
     Raises: ValueError when the sizes differ or the destination is read-only.
     """
     np.copyto(_as_bytes(destination), _as_bytes(source))
+
+
+def zero_block(destination: Any) -> None:
+    """Sets all bytes of a writable contiguous buffer to zero."""
+    _as_bytes(destination).fill(0)
 
 
 def _as_bytes(buffer: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:

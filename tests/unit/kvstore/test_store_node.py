@@ -384,8 +384,10 @@ async def test_a_damaged_block_is_a_miss_and_is_never_served_again(site: Site) -
     reservation.session.slab.slot(1)[BLOCK_BYTES - 1] ^= 1
     reservation.abort()
     lease.release()
-    result, contents = await load(client, 1, 2, 3)
-    assert (result, contents) == (LoadResult(1, 3, "corrupt"), [content(1, BLOCK_BYTES)])
+    buffers = [bytearray(b"\xff" * BLOCK_BYTES) for _ in range(3)]
+    result = await client.load_blocks([block_hash_of(n) for n in (1, 2, 3)], buffers.__getitem__)
+    assert result == LoadResult(1, 3, "corrupt")
+    assert buffers == [content(1, BLOCK_BYTES), bytes(BLOCK_BYTES), b"\xff" * BLOCK_BYTES]
     stat = await until(client.stat, lambda stat: stat.counters["corrupt_blocks"] == 1)
     assert (stat.used, stat.quarantined, stat.leases) == (2, 0, 0)
     assert (await load(client, 1, 2, 3))[0] == LoadResult(1, 1, "end")
@@ -424,6 +426,8 @@ async def test_a_load_stops_at_its_deadline_and_at_the_end_of_its_lease(
         return buffers[index]
 
     assert await client.load_blocks([block_hash_of(n) for n in (1, 2, 3)], into, deadline_s=1.0) == expected
+    wanted = [content(n, BLOCK_BYTES) if n <= expected.num_loaded else bytes(BLOCK_BYTES) for n in (1, 2, 3)]
+    assert buffers == wanted
 
 
 async def test_a_put_stops_when_its_reservation_is_over(site: Site) -> None:
