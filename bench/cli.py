@@ -1,0 +1,43 @@
+"""``kopir bench``: one command per bench. Each prints a table, and with ``--json FILE`` writes the same as JSON.
+
+Benches import what they need when they are called, so that the help stays fast.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer sizes and repetitions; figures are rougher.")]
+JsonFileOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the curve as PNG.")]
+CheckOption = Annotated[bool, typer.Option("--check", help="Exit status 1 when a target is not ok.")]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the contents that are moved.")]
+
+app = typer.Typer(
+    add_completion=False,
+    help="Measure this machine: what Kopir reaches, beside references from the same run.",
+    no_args_is_help=True,
+    epilog="Example: kopir bench transfer --quick",
+)
+
+
+@app.callback()
+def _bench() -> None:
+    """Keeps the commands a group, also while there is only one."""
+
+
+@app.command(epilog="Example: kopir bench transfer --json transfer.json --plot transfer.png")
+def transfer(
+    quick: QuickOption = False,
+    json_path: JsonFileOption = None,
+    plot: PlotOption = None,
+    check: CheckOption = False,
+    seed: SeedOption = 1,
+) -> int:
+    """Measure block transfer by size, with and without verification, against memcpy and the digest alone."""
+    from bench.transfer import run_transfer
+
+    return run_transfer(quick=quick, json_path=json_path, plot_path=plot, check=check, seed=seed)
