@@ -147,7 +147,7 @@ class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     disk_bytes: Annotated[Bytes, doc("Size of the disk tier; 0 for none.")] = 0
     eviction: Annotated[
         Literal["kopir", "lru", "s3fifo"], doc("Which blocks leave a full tier first: `kopir`, `lru` or `s3fifo`.")
-    ] = "kopir"
+    ] = "lru"
     verify: Annotated[
         Literal["digest", "none"],
         doc("`digest` compares the xxh3-128 digest of every block that moved; `none` trusts the transport."),
@@ -171,7 +171,7 @@ class AttemptsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     reservation_ms: Annotated[Millis, doc("Life of reserved decode blocks while prefill queues or computes.")] = 10_000
     max_attempts: Annotated[
         Annotated[int, Meta(ge=1, le=16)], doc("Attempts of one request before its first delta; 1 never retries.")
-    ] = 2
+    ] = 1
     cluster_retry_tokens_per_s: Annotated[
         Annotated[float, Meta(ge=0.0, le=1e9)],
         doc("Retries that the whole cluster may start each second, on average (a token bucket)."),

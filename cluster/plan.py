@@ -1,6 +1,6 @@
 """From a configuration to what the controller starts, and the checks that can be made before anything starts.
 
-Pure apart from reading the model folder's ``config.json``. Options that this version does not carry out are refused
+Pure. Options that this version does not carry out are refused
 here by name: a setting that is silently ignored would be a lie.
 """
 
@@ -8,43 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from cluster.config import Config, thread_budget
 from cluster.view import ClusterPlan, StoreSpec
-from kernels.layout import KVLayout
-from kvstore.errors import BadInput, EnvironmentProblem
+from kvstore.errors import BadInput
+from workers.model.config import ModelConfig
 from workers.spec import WorkerSpec
-
-WORKER_OVERHEAD_BYTES = 600 << 20
-"""What a worker process needs beside weights and pool: interpreter, libraries, activations."""
-MIB = 1 << 20
-
-
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plan needs to know of a model: shapes, and bytes of its weights files."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    max_positions: int
-    weights_bytes: int
-
-
-def read_model_shape(folder: Path) -> ModelShape:
-    """Reads ``config.json`` of a model folder. Raises: EnvironmentProblem if it is missing or unreadable."""
-    try:
-        fields = msgspec.json.decode((folder / "config.json").read_bytes())
-        heads = fields["num_attention_heads"]
-        return ModelShape(
-            num_layers=fields["num_hidden_layers"],
-            num_kv_heads=fields.get("num_key_value_heads") or heads,
-            head_size=fields.get("head_dim") or fields["hidden_size"] // heads,
-            max_positions=fields["max_position_embeddings"],
-            weights_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")),
-        )
-    except (OSError, KeyError, TypeError, msgspec.DecodeError) as error:
-        raise EnvironmentProblem(f"model: {folder} is no usable model folder ({error})") from error
 
 
 def check_supported(config: Config) -> None:
@@ -80,11 +48,11 @@ def check_supported(config: Config) -> None:
             raise BadInput(field, value, why)
 
 
-def make_plan(config: Config, *, model_path: Path, model_revision: str, shape: ModelShape, cores: int) -> ClusterPlan:
+def make_plan(config: Config, *, model_path: Path, model: ModelConfig, cores: int) -> ClusterPlan:
     """Returns what the controller starts on one node. Raises: BadInput when values do not fit the model."""
-    if config.max_model_len > shape.max_positions:
-        raise BadInput("max_model_len", config.max_model_len, f"the model has {shape.max_positions} positions")
-    layout = make_layout(config, shape)
+    if config.max_model_len > model.max_positions:
+        raise BadInput("max_model_len", config.max_model_len, f"the model has {model.max_positions} positions")
+    layout = model.kv_layout(config.kv.block_tokens, config.dtype)
     workers: list[WorkerSpec] = []
     budget = thread_budget(cores, config)
     for role in ("prefill", "decode", "combined"):
@@ -96,7 +64,6 @@ def make_plan(config: Config, *, model_path: Path, model_revision: str, shape: M
                 incarnation="",
                 node="node-0",
                 model_path=str(model_path),
-                model_revision=model_revision,
                 dtype=config.dtype,
                 max_model_len=config.max_model_len,
                 block_tokens=config.kv.block_tokens,
@@ -128,34 +95,10 @@ def make_plan(config: Config, *, model_path: Path, model_revision: str, shape: M
     )
 
 
-def make_layout(config: Config, shape: ModelShape) -> KVLayout:
-    """Returns the layout of a KV block of this model and configuration."""
-    return KVLayout(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_size,
-        block_tokens=config.kv.block_tokens,
-        dtype=config.dtype,
-    )
-
-
-def bytes_needed(config: Config, shape: ModelShape) -> int:
-    """Returns the memory that workers and slab will take, in bytes."""
-    block_bytes = make_layout(config, shape).block_bytes
-    weights_bytes = shape.weights_bytes * (2 if config.dtype == "float32" else 1)
-    total = config.kv.host_bytes
-    for section in (config.workers.prefill, config.workers.decode, config.workers.combined):
-        total += section.replicas * (weights_bytes + section.pool_blocks * block_bytes + WORKER_OVERHEAD_BYTES)
-    return total
-
-
-def check_memory(needed_bytes: int, available_bytes: int) -> None:
-    """Raises: EnvironmentProblem when the plan does not fit."""
-    if needed_bytes > available_bytes:
-        raise EnvironmentProblem(
-            f"not enough memory: workers and store need about {needed_bytes // MIB} MiB, "
-            f"{available_bytes // MIB} MiB are available; lower workers.*.pool_blocks or kv.host_bytes"
-        )
+def weight_bytes(config: Config, folder: Path) -> int:
+    """Returns the bytes that the model's weights take in one process; the files hold two bytes per weight."""
+    on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return on_disk * 2 if config.dtype == "float32" else on_disk
 
 
 def thread_environment(threads: int) -> dict[str, str]:

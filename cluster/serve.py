@@ -7,7 +7,6 @@ and workers, with the HTTP side coming up at the same time -> ready -> waits for
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import signal
 import threading
@@ -21,11 +20,12 @@ from types import FrameType
 import httpx
 import psutil
 
+from cluster import machine, ray_environment, runfile
 from cluster import plan as planning
-from cluster import runfile
 from cluster.config import Config
 from kvstore.errors import EnvironmentProblem, FatalError, KopirError
 from workers.model import hub
+from workers.model.config import read_config
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +41,19 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
     Returns: 0 after SIGINT or SIGTERM. Raises: BadInput, EnvironmentProblem; nothing is left running then.
     """
     planning.check_supported(config)
-    resolved = hub.resolve(config.model)
-    model_path = Path(resolved.path)
-    shape = planning.read_model_shape(model_path)
-    plan = planning.make_plan(
-        config, model_path=model_path, model_revision=resolved.revision, shape=shape, cores=os.cpu_count() or 1
+    model_path = hub.resolve(config.model)
+    model = read_config(model_path)
+    plan = planning.make_plan(config, model_path=model_path, model=model, cores=machine.usable_cores())
+    assert plan.store is not None
+    machine.preflight(
+        config,
+        block_bytes=plan.store.block_bytes,
+        weight_bytes=planning.weight_bytes(config, model_path),
     )
-    planning.check_memory(planning.bytes_needed(config, shape), psutil.virtual_memory().available)
     # Importing Ray takes a second; complaints about the configuration should not wait for it.
+    ray_environment.prepare(local=config.cluster.address == "local")
     from cluster.actors import local
 
-    local.check_port(config.server.host, config.server.port)
     port = config.server.port or local.free_port(config.server.host)
     stop = _StopSignal()
     local.start_ray(config)
@@ -98,7 +100,7 @@ def down(address: str | None) -> bool:
     Raises: EnvironmentProblem when it does not end within ``DOWN_DEADLINE_S``.
     """
     found = False
-    for info in runfile.read_all():
+    for info in runfile.find_all():
         if address is not None and address not in (info.ray_address, info.url):
             continue
         found = True

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvstore.transport.base import BlockReceive, TransferResult, Transport
-
 from kvstore.core.block_pool import BlockPool, Reservation
 from kvstore.core.ids import AttemptId, Incarnation
 from kvstore.core.messages import (
@@ -37,6 +35,7 @@ from kvstore.core.messages import (
     StreamDelta,
     Ticket,
 )
+from kvstore.transport.base import BlockReceive, TransferResult, Transport
 from workers.core.hand_off import HandOffState, HandOffTracker, Refusal
 from workers.core.waiting_line import WaitingLine
 from workers.engine_loop import AttemptKey, DecodeSequence, EngineLoop, NewToken, end_reason
@@ -96,7 +95,7 @@ class DecodeSide:
         self._seen: OrderedDict[AttemptKey, None] = OrderedDict()
         self._receiving: dict[AttemptKey, int] = {}
         """Blocks per attempt whose transfer has not come to its end; their slots are fenced until it has."""
-        self._scratch = bytearray(memory.block_bytes)
+        self._scratch = bytearray(memory.layout.block_bytes)
         self.kv_address: tuple[str, int] = ("", 0)
         self.counters = dict.fromkeys(
             (

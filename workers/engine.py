@@ -140,30 +140,30 @@ class Engine:
             slots=torch.tensor(slots),
             offsets=torch.tensor(offsets),
             spans=tuple(spans),
-            singles=tuple(_group_singles(singles, block_tokens)),
+            singles=tuple(_group_singles(singles, len(tokens), block_tokens)),
             logit_rows=torch.tensor(logit_rows) if logit_rows else None,
         )
 
 
-def _group_singles(singles: list[tuple[int, SeqChunk]], block_tokens: int) -> list[SingleGroup]:
+def _group_singles(singles: list[tuple[int, SeqChunk]], num_rows: int, block_tokens: int) -> list[SingleGroup]:
     """Groups single rows by length, so that padding to the longest of a group stays bounded."""
-    entries = sorted(
-        (
-            (padded_table(chunk.block_table, chunk.end_position, block_tokens), chunk.end_position, row)
-            for row, chunk in singles
-        ),
-        key=lambda entry: (len(entry[0]), entry[2]),
-    )
+    entries = [
+        (row, chunk.end_position, padded_table(chunk.block_table, chunk.end_position, block_tokens))
+        for row, chunk in singles
+    ]
+    entries.sort(key=lambda entry: len(entry[2]))
     groups: list[SingleGroup] = []
     while entries:
-        limit = len(entries[0][0]) * GROUP_RATIO_MAX
-        members = [entry for entry in entries if len(entry[0]) <= limit]
+        limit = len(entries[0][2]) * GROUP_RATIO_MAX
+        members = [entry for entry in entries if len(entry[2]) <= limit]
         entries = entries[len(members) :]
+        members.sort()
+        rows = [row for row, _, _ in members]
         groups.append(
             make_single_group(
-                [row for _, _, row in members],
-                [keys for _, keys, _ in members],
-                [table for table, _, _ in members],
+                None if len(rows) == num_rows else rows,
+                [num_keys for _, num_keys, _ in members],
+                [table for _, _, table in members],
                 block_tokens,
             )
         )

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore.core.lease import LeaseHolder
-
 from kvstore.core.messages import WIRE_VERSION, Frame, LeaseGrant, StreamDelta, ToWorker
 from kvstore.errors import KopirError, NoCapacity, PeerLost, ProtocolError
 from kvstore.net.channel import Channel, connect
@@ -52,7 +51,7 @@ class IngressLink:
         self._on_message = on_message
         self._on_granted = on_granted
         self._on_lease_expired = on_lease_expired
-        self._leases = LeaseHolder(duration_ms=lease_ms)
+        self._leases = LeaseHolder(lease_ms)
         self._attempts: set[AttemptKey] = set()
         self._channel: Channel | None = None
         self._frame_seq = 0
@@ -79,6 +78,10 @@ class IngressLink:
     def may_publish(self, key: AttemptKey) -> bool:
         """True while this attempt's lease is valid."""
         return self._leases.may_publish(*key, now_ns=self._clock_ns())
+
+    def was_granted(self, key: AttemptKey) -> bool:
+        """True if this attempt ever had a lease."""
+        return self._leases.was_granted(*key)
 
     def _ask(self) -> None:
         if not self._attempts:
@@ -153,7 +156,7 @@ class IngressLink:
         while True:
             message = await channel.recv()
             if isinstance(message, LeaseGrant):
-                self._leases.on_grant(message, self._clock_ns())
+                self._leases.on_grant(message)
                 self._on_granted(self)
             else:
                 self._on_message(self, message)

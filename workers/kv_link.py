@@ -13,13 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore.transport.base import Transport
-
 from kvstore.core.identity import Fingerprint, differences
 from kvstore.core.messages import KvHello, KvHelloReply, ToDecode, ToPrefill
 from kvstore.errors import FingerprintMismatch, KopirError, PeerLost, ProtocolError
 from kvstore.net.channel import Channel, ChannelServer, connect, serve
 from kvstore.net.handshake import PeerInfo
+from kvstore.transport.base import Transport
 from workers.spec import DecodeAddress
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvstore.store.client import StoreClient
-from kvstore.transport.base import BlockSend, TransferResult, Transport
-
 from kvstore.core.block_pool import BlockPool, NoCapacityResult, Reservation
 from kvstore.core.identity import prefix_hashes
 from kvstore.core.ids import AttemptId, BlockDigest, BlockHash, Incarnation
@@ -40,6 +37,8 @@ from kvstore.core.messages import (
 )
 from kvstore.digest import block_digest
 from kvstore.errors import FingerprintMismatch, KopirError
+from kvstore.store.client import PutBlock, StoreClient
+from kvstore.transport.base import BlockSend, TransferResult, Transport
 from workers.core.waiting_line import WaitingLine
 from workers.decode import DecodeSide
 from workers.engine_loop import AttemptKey, EngineLoop, PrefillJob
@@ -81,6 +80,7 @@ class Job:
     computed: asyncio.Future[tuple[int, TokenLogprobs | None]] | None = None
     handed_off: asyncio.Future[HandOffDone] | None = None
     started_ns: int = 0
+    engine_started_ns: int = 0
     done_ns: int = 0
     task: asyncio.Task[None] | None = None
     in_engine: bool = False
@@ -321,12 +321,12 @@ class PrefillSide:
             self._fingerprint_digest, spec.tenant_salt, spec.prompt_token_ids, self._spec.block_tokens
         )
         if self._store is not None and job.hashes:
-            job.digests = await self._store.load_blocks(
+            loaded = await self._store.load_blocks(
                 job.hashes,
                 lambda index: self._memory.block_bytes_view(job.block_table[index]),
                 deadline_s=LOOKUP_DEADLINE_S,
             )
-        job.num_cached_blocks = len(job.digests)
+            job.num_cached_blocks = loaded.num_loaded
         # One token is always computed, because its logits are needed.
         job.cached_tokens = min(job.num_cached_blocks * self._spec.block_tokens, job.num_prompt_tokens - 1)
         job.started_ns = self._clock_ns()
@@ -372,6 +372,7 @@ class PrefillSide:
             if is_last
             else (computed.num_computed_tokens // block_tokens)
         )
+        job.engine_started_ns = computed.started_ns or 0
         if is_last:
             job.done_ns = self._clock_ns()
         self._push(job, stop)
@@ -382,10 +383,7 @@ class PrefillSide:
         job.num_final = max(job.num_final, stop)
         if not blocks:
             return
-        for index in blocks:
-            # A loaded block has a digest already, unless one of its tokens was computed again.
-            if index >= job.cached_tokens // self._spec.block_tokens:
-                job.digests[index:] = [block_digest(self._memory.block_bytes_view(job.block_table[index]))]
+        job.digests += [block_digest(self._memory.block_bytes_view(job.block_table[index])) for index in blocks]
         if job.peer is not None:
             self._send_blocks(job, job.peer, blocks)
 
@@ -436,9 +434,10 @@ class PrefillSide:
                 epoch=job.key[1],
                 cached_tokens=job.cached_tokens,
                 lookup_ns=job.started_ns - job.accepted_ns,
-                compute_ns=job.done_ns - job.started_ns,
+                engine_queue_ns=job.engine_started_ns - job.started_ns,
+                compute_ns=job.done_ns - job.engine_started_ns,
                 hand_off_ns=self._clock_ns() - job.done_ns,
-                pushed_bytes=job.num_final * self._memory.block_bytes if job.peer is not None else 0,
+                pushed_bytes=sum(len(blocks) for _, blocks in job.pushes) * self._memory.layout.block_bytes,
             )
         )
 
@@ -492,11 +491,11 @@ class PrefillSide:
         num_full = min(job.num_final, job.num_prompt_tokens // self._spec.block_tokens)
         fresh = range(job.num_cached_blocks, num_full)
         blocks = [
-            (job.hashes[index], self._memory.block_bytes_view(job.block_table[index]), job.digests[index])
+            PutBlock(job.hashes[index], self._memory.block_bytes_view(job.block_table[index]), job.digests[index])
             for index in fresh
         ]
         if blocks:
-            self.counters["stored_blocks"] += await self._store.put_blocks(blocks)
+            self.counters["stored_blocks"] += (await self._store.put_blocks(blocks)).stored
 
     def _release(self, job: Job) -> None:
         """Frees the blocks; when a push did not come to its end, its reader keeps them fenced until it is dead."""

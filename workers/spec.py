@@ -20,7 +20,6 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
     incarnation: str
     node: str
     model_path: str
-    model_revision: str
     dtype: Literal["bfloat16", "float32"]
     max_model_len: Annotated[int, Meta(ge=16)]
     block_tokens: Annotated[int, Meta(ge=1)] = 16

@@ -11,10 +11,8 @@ import logging
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
-
-from kvstore.store.client import StoreClient
-from kvstore.transport.base import Transport
 
 from kvstore.core.block_pool import BlockPool
 from kvstore.core.messages import (
@@ -33,6 +31,8 @@ from kvstore.core.messages import (
 )
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import host_identity
+from kvstore.store.client import StoreClient
+from kvstore.transport.base import Transport
 from workers.decode import DecodeSide
 from workers.engine import Engine
 from workers.engine_loop import AttemptKey, EngineLoop, NewToken
@@ -40,8 +40,10 @@ from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvIdentity, KvListener, KvPeer
 from workers.kv_pool import KvPool
 from workers.loop_thread import LoopThread
-from workers.model.fingerprint import fingerprint_of
-from workers.model.loader import load_model
+from workers.model import hub
+from workers.model.decoder import load_decoder
+from workers.model.fingerprint import make_fingerprint
+from workers.model.linear import best_compute
 from workers.prefill import PrefillSide
 from workers.spec import DecodeAddress, IngressAddress, WorkerJoin, WorkerSpec
 
@@ -78,18 +80,22 @@ class Worker:
         Raises: EnvironmentProblem when memory or the transport is missing.
         """
         spec = self._spec
-        model = load_model(spec.model_path, dtype=spec.dtype, max_model_len=spec.max_model_len)
-        layout = model.layout(spec.block_tokens)
+        folder = Path(spec.model_path)
+        compute = best_compute(spec.dtype)
+        model = load_decoder(folder, dtype=spec.dtype, max_positions=spec.max_model_len, compute=compute)
+        layout = model.config.kv_layout(spec.block_tokens, spec.dtype)
         self._memory = KvPool(layout, spec.pool_blocks)
         self._pool = BlockPool(spec.pool_blocks)
         engine = Engine(model, self._memory, threads=spec.threads)
-        engine.warm_up()
-        self._fingerprint = fingerprint_of(model, layout, spec.model_path)
+        if hasattr(engine, "warm_up"): engine.warm_up()
+        self._fingerprint = make_fingerprint(
+            model.config, layout, digests=hub.model_digests(folder), numerics=f"batch-invariant/torch-cpu/{compute}"
+        )
         self._transport = _make_transport(spec)
         self._engine = EngineLoop(
             engine,
             chunk_tokens=spec.chunk_tokens,
-            clock_ns=time.monotonic_ns,
+            clock_ns=_boottime_ns,
             on_tokens=lambda tokens: self._links.call(self._on_tokens, tokens),
             on_decode_fault=lambda keys, error: self._links.call(self._on_engine_fault, keys, error),
         )
@@ -157,9 +163,10 @@ class Worker:
         identity = KvIdentity(self._me, self._secret, self._fingerprint, self._transport)
         self._dialer = KvDialer(identity, on_message=self._on_decode_message, on_lost=self._on_decode_lost)
         self._listener = KvListener(identity, on_message=self._on_prefill_message, on_lost=self._on_prefill_lost)
-        self._store = StoreClient(me=self._me, secret=self._secret)
-        if spec.store_host is not None and spec.store_port is not None:
-            await self._store.connect(spec.store_host, spec.store_port)
+        self._store = StoreClient(me=self._me, secret=self._secret, block_bytes=self._memory.layout.block_bytes)
+        self._store.start(spec.store_host, spec.store_port)
+        if spec.store_host is not None:
+            await self._store.wait_connected(CALL_DEADLINE_S / 2)
         self._decode: DecodeSide | None = None
         self._prefill: PrefillSide | None = None
         parts: dict[str, Any] = {
@@ -223,7 +230,7 @@ class Worker:
                 side.link_removed(link)
 
     async def _set_store(self, host: str, port: int) -> None:
-        await self._store.connect(host, port)
+        self._store.set_address(host, port)
 
     async def _close_links(self) -> None:
         self._ticker.cancel()

@@ -14,11 +14,9 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from cluster.actors.store import StoreActor
-from cluster.actors.worker import WorkerActor
+from cluster.actors import store, worker
 from cluster.core.membership import Membership
 from cluster.view import ClusterPlan, ClusterView, StoreAddress, WorkerView
 from kvstore.core.identity import Fingerprint, differences
@@ -33,19 +31,19 @@ WATCH_DEADLINE_S = 10.0
 CALL_DEADLINE_S = 10.0
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 2.0
+ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 256, "num_cpus": 0}
 
 
 class _Life:
     """One running worker process."""
 
-    def __init__(self, spec: WorkerSpec, actor: ActorHandle) -> None:
+    def __init__(self, spec: WorkerSpec, actor: Any) -> None:
         self.spec = spec
         self.actor = actor
         self.join: WorkerJoin | None = None
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=256, num_cpus=0)
-class ControllerActor:
+class ControllerProcess:
     """One per cluster."""
 
     def __init__(self, plan: ClusterPlan, secret: bytes) -> None:
@@ -54,7 +52,7 @@ class ControllerActor:
         self._membership = Membership()
         self._lives: dict[str, _Life] = {}
         self._ingresses: dict[str, IngressAddress] = {}
-        self._store: ActorHandle | None = None
+        self._store: Any | None = None
         self._store_address: StoreAddress | None = None
         self._fingerprint: Fingerprint | None = None
         self._changed = asyncio.Condition()
@@ -79,10 +77,9 @@ class ControllerActor:
         actors = [life.actor for life in self._lives.values()]
         if self._store is not None:
             actors.append(self._store)
-        stops = [actor.stop.remote() for actor in actors]
-        await asyncio.wait(
-            [asyncio.ensure_future(_quiet(stop)) for stop in stops] or [asyncio.sleep(0)], timeout=STOP_DEADLINE_S
-        )
+        stops = [asyncio.ensure_future(_quiet(actor.stop.remote())) for actor in actors]
+        if stops:
+            await asyncio.wait(stops, timeout=STOP_DEADLINE_S)
         for actor in actors:
             ray.kill(actor, no_restart=True)
 
@@ -91,15 +88,15 @@ class ControllerActor:
     async def _start_store(self) -> None:
         assert self._plan.store is not None
         spec = msgspec.structs.replace(self._plan.store, incarnation=new_incarnation())
-        self._store = StoreActor.remote(spec, self._secret)
+        self._store = store.StoreActor.options(**store.ACTOR_OPTIONS).remote(spec, self._secret)
         self._store_address = await self._store.start.remote()
         self._spawn(self._watch_store(self._store))
         for life in self._lives.values():
             await _quiet(life.actor.set_store.remote(self._store_address.host, self._store_address.port))
 
-    async def _watch_store(self, store: ActorHandle) -> None:
-        await _quiet(store.wait_until_stopped.remote())
-        if not self._stopping and store is self._store:
+    async def _watch_store(self, actor: Any) -> None:
+        await _quiet(actor.wait_until_stopped.remote())
+        if not self._stopping and actor is self._store:
             logger.warning("store_lost restarting=true")
             await asyncio.sleep(0.2)
             await self._start_store()
@@ -114,7 +111,7 @@ class ControllerActor:
             store_port=self._store_address.port if self._store_address else None,
         )
         env = self._plan.thread_environment.get(spec.role, {})
-        actor = WorkerActor.options(runtime_env={"env_vars": env}).remote(spec, self._secret)
+        actor = worker.WorkerActor.options(runtime_env={"env_vars": env}, **worker.ACTOR_OPTIONS).remote(spec, self._secret)
         life = _Life(spec, actor)
         self._lives[spec.worker_id] = life
         self._membership.starting(spec.worker_id, spec.role, spec.incarnation)
@@ -206,16 +203,19 @@ class ControllerActor:
                 pass
         return self._view()
 
+    async def ping(self) -> None:
+        """Answers: the proof that the controller lives."""
+
     async def status(self) -> dict[str, Any]:
         """Returns the controller's and the store node's part of ``kopir status --json``."""
-        store: list[dict[str, Any]] = []
+        nodes: list[dict[str, Any]] = []
         if self._store is not None:
             answer = await _quiet(self._store.status.remote())
             if answer:
-                store.append(answer)
+                nodes.append(answer)
         return {
             "controller": {"pid": os.getpid()},
-            "store": store,
+            "store": nodes,
             "ingress": [{"id": a.ingress_id, "pid": a.pid} for a in self._ingresses.values()],
         }
 
@@ -268,3 +268,7 @@ async def _quiet(reference: Any) -> Any:
             raise
         logger.info("call_failed error=%s", error)
         return None
+
+
+# The library's decorator is untyped, so it is applied here and not above the class.
+ControllerActor: Any = ray.remote(ControllerProcess)

@@ -32,9 +32,7 @@ APPLICATION_NAME = "kopir"
 CONTROLLER_RETRY_S = 0.5
 
 
-@serve.deployment(name=DEPLOYMENT_NAME, ray_actor_options={"num_cpus": 0, "max_task_retries": 0})
-@serve.ingress()
-class IngressDeployment:
+class IngressReplica:
     """One ingress replica."""
 
     def __init__(self, config: Config, model_path: str, secret: bytes) -> None:
@@ -80,3 +78,9 @@ class IngressDeployment:
             return await asyncio.wait_for(self._controller.status.remote(), timeout=5)
         except (RayActorError, TimeoutError):
             return {"controller": {"pid": None}, "store": []}
+
+
+# The library's decorators are untyped, so they are applied here and not above the class.
+IngressDeployment: Any = serve.deployment(name=DEPLOYMENT_NAME, ray_actor_options={"num_cpus": 0})(
+    serve.ingress()(IngressReplica)
+)

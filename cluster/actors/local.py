@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import socket
 import tempfile
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster.actors.controller import CONTROLLER_NAME, NAMESPACE, ControllerActor
+from cluster.actors.controller import ACTOR_OPTIONS, CONTROLLER_NAME, NAMESPACE, ControllerActor
 from cluster.actors.ingress import APPLICATION_NAME, IngressDeployment
 from cluster.config import Config
 from cluster.view import ClusterPlan, ClusterView
@@ -23,11 +22,8 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 << 20
 """Small on purpose: no KV and no tokens go through Ray's object store."""
+CONTROLLER_DEADLINE_S = 30.0
 MAX_ONGOING_REQUESTS = 4096
-RAY_ENVIRONMENT = {
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 
 
 def start_ray(config: Config) -> None:
@@ -35,13 +31,8 @@ def start_ray(config: Config) -> None:
 
     Raises: EnvironmentProblem when Ray cannot start or nothing answers at the address.
     """
-    for name, value in RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     options: dict[str, Any] = {"log_to_driver": False, "namespace": NAMESPACE, "logging_level": logging.ERROR}
     if config.cluster.address == "local":
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        if os.environ["RAY_AUTH_MODE"] == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
         options |= {
             "address": "local",
             "num_cpus": max(4, os.cpu_count() or 1),
@@ -58,24 +49,16 @@ def start_ray(config: Config) -> None:
         raise EnvironmentProblem(f"Ray did not start (cluster.address={config.cluster.address}): {error}") from error
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises: EnvironmentProblem when the HTTP address cannot be taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise EnvironmentProblem(
-                f"server.port: cannot listen on {host}:{port} ({error.strerror}); choose another with --port"
-            ) from error
-
-
 def free_port(host: str) -> int:
     """Returns a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def ray_address() -> str:
+    """Returns the address of the cluster that this process is connected to."""
+    return str(ray.get_runtime_context().gcs_address)
 
 
 class LocalCluster:
@@ -85,7 +68,9 @@ class LocalCluster:
         self._config = config
         self._model_path = model_path
         self._secret = secret
-        self._controller = ControllerActor.options(name=CONTROLLER_NAME, lifetime="detached").remote(plan, secret)
+        self._controller = ControllerActor.options(
+            name=CONTROLLER_NAME, lifetime="detached", **ACTOR_OPTIONS
+        ).remote(plan, secret)
         self._started = self._controller.start.remote()
 
     def start_http(self, port: int) -> None:
@@ -104,6 +89,14 @@ class LocalCluster:
     def wait_started(self) -> ClusterView:
         """Waits for the workers. Raises: what a worker raised while starting."""
         return ray.get(self._started)
+
+    def is_alive(self) -> bool:
+        """True while the controller answers."""
+        try:
+            ray.get(self._controller.ping.remote(), timeout=CONTROLLER_DEADLINE_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return False
+        return True
 
     def stop(self) -> None:
         """Stops everything this cluster started, detached actors included."""

@@ -12,9 +12,10 @@ from cluster.view import StoreAddress, StoreSpec
 if TYPE_CHECKING:
     from kvstore.store.host import StoreHost
 
+ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 8, "num_cpus": 0}
 
-@ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=8, num_cpus=0)
-class StoreActor:
+
+class StoreProcess:
     """One store node process: host slab and its index."""
 
     def __init__(self, spec: StoreSpec, secret: bytes) -> None:
@@ -39,7 +40,13 @@ class StoreActor:
         return StoreAddress(incarnation=spec.incarnation, host=host, port=port, pid=os.getpid())
 
     def status(self) -> dict[str, Any]:
-        return self._host.status() if self._host is not None else {}
+        """Returns this node's entry of ``kopir status --json``."""
+        if self._host is None:
+            return {}
+        stat = self._host.status()
+        blocks, used = stat["total"], stat["used"]
+        tier = {"name": "host", "blocks": blocks, "used_blocks": used, "bytes": blocks * stat["block_bytes"]}
+        return {"node": self._spec.node, "pid": os.getpid(), "tiers": [tier], **stat}
 
     def wait_until_stopped(self) -> str:
         """Blocks while the node lives; ends with an ActorDiedError when the process dies."""
@@ -50,3 +57,7 @@ class StoreActor:
         """Unlinks the slab and closes every link."""
         if self._host is not None:
             self._host.close()
+
+
+# The library's decorator is untyped, so it is applied here and not above the class.
+StoreActor: Any = ray.remote(StoreProcess)

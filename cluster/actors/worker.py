@@ -7,7 +7,7 @@ are for joining, peers and status; requests, tokens and KV never travel here.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
     from kvstore.core.messages import Status
     from workers.worker import Worker
 
-MAX_CONCURRENT_CALLS = 16
+ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 16, "num_cpus": 0}
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=MAX_CONCURRENT_CALLS, num_cpus=0)
-class WorkerActor:
+class WorkerProcess:
     """One worker process."""
 
     def __init__(self, spec: WorkerSpec, secret: bytes) -> None:
@@ -74,3 +73,7 @@ class WorkerActor:
         if self._worker is None:
             raise RuntimeError(f"worker {self._spec.worker_id} has not started")
         return self._worker
+
+
+# The library's decorator is untyped, so it is applied here and not above the class.
+WorkerActor: Any = ray.remote(WorkerProcess)

@@ -120,10 +120,9 @@ class WorkerGone(Event, frozen=True, kw_only=True, tag=True):
 
 
 class LinkLost(Event, frozen=True, kw_only=True, tag=True):
-    """The link to a worker ended; that proves nothing. ``safe_after_ns``: when it has surely stopped."""
+    """The link to a worker ended; that proves nothing."""
 
     incarnation: str
-    safe_after_ns: int
 
 
 class LinkBack(Event, frozen=True, kw_only=True, tag=True):

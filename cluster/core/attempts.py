@@ -214,10 +214,10 @@ class RequestMachine:
         stop_index = event.first_index + event.num_tokens
         if attempt is not None:
             attempt.num_generated = max(attempt.num_generated, stop_index)
+        if attempt is not None and attempt is self.current and (self.is_ended or self.upstream_done):
+            return [ev.DropTokens(event.num_tokens, "not_wanted")]
         if attempt is None or attempt is not self.current or attempt.cancelled or "decode" in attempt.fenced:
             return [ev.DropTokens(event.num_tokens, "stale_attempt")]
-        if self.is_ended or self.upstream_done:
-            return [ev.DropTokens(event.num_tokens, "not_wanted")]
         if event.first_index > attempt.num_received:
             why = f"index {event.first_index} after {attempt.num_received} tokens"
             drop = ev.DropTokens(event.num_tokens, "gap")
@@ -244,7 +244,20 @@ class RequestMachine:
         self.first_delta_sent = True
         self.journal.first_delta(event.now_ns, self.current.epoch)
         self.phase = Phase.DELIVERING
-        return []
+        if not self._pending_retry:
+            return []
+        # The attempt was lost while its last tokens waited here; now that one goes out, it is too late to repeat.
+        self._pending_retry = False
+        reason, message = self._failure
+        told = _INTERRUPT_REASONS.get(reason, "engine_fault")
+        return [self._interrupted(event.now_ns, told, message)]
+
+    def _interrupted(self, now_ns: int, reason: ev.InterruptReason, message: str) -> ev.Interrupt:
+        assert self.current is not None
+        self.phase = Phase.INTERRUPTED
+        self._discard_reason = "interrupted"
+        self.journal.ended(now_ns, "interrupted", reason=reason, delivered=self.num_delivered)
+        return ev.Interrupt(reason, self.current.attempt_id, message)
 
     def _delivered(self, event: ev.Delivered) -> list[Instruction]:
         self.num_delivered = max(self.num_delivered, event.num_tokens)
@@ -343,10 +356,7 @@ class RequestMachine:
         out = self._fence(attempt, reason)
         if self.first_delta_sent:
             told = _INTERRUPT_REASONS.get(reason, "engine_fault")
-            self.phase = Phase.INTERRUPTED
-            self._discard_reason = "interrupted"
-            self.journal.ended(now_ns, "interrupted", reason=told, delivered=self.num_delivered)
-            return [*out, ev.Interrupt(told, attempt.attempt_id, message)]
+            return [*out, self._interrupted(now_ns, told, message)]
         self._pending_retry = True
         self._failure = (reason, message)
         return out
@@ -373,11 +383,7 @@ class RequestMachine:
         out = self._fence(self.current, reason) if self.current is not None else []
         if not self.first_delta_sent:
             return [*out, *self._fail(now_ns, status, code, message, retryable=False)]
-        assert self.current is not None
-        self.phase = Phase.INTERRUPTED
-        self._discard_reason = "interrupted"
-        self.journal.ended(now_ns, "interrupted", reason=reason, delivered=self.num_delivered)
-        return [*out, ev.Interrupt(reason, self.current.attempt_id, message)]
+        return [*out, self._interrupted(now_ns, reason, message)]
 
     def _fail(self, now_ns: int, status: int, code: str, message: str, *, retryable: bool) -> list[Instruction]:
         self.phase = Phase.FAILED

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvstore.core.lease import LeaseGranter
-
 from kvstore.core.messages import LeaseAsk, ToIngress
 from kvstore.errors import KopirError, NoCapacity, PeerLost
 from kvstore.net.channel import Channel, ChannelServer, serve
@@ -70,6 +69,10 @@ class WorkerLink:
     async def recv(self) -> Any:
         return await self._channel.recv()
 
+    @property
+    def is_closing(self) -> bool:
+        return self._channel.is_closing
+
     def abort(self) -> None:
         self._channel.abort()
 
@@ -100,7 +103,7 @@ class RelayServer:
         """Returns the granter of one worker life; it outlives a lost connection."""
         granter = self._granters.get(incarnation)
         if granter is None:
-            granter = self._granters[incarnation] = LeaseGranter(duration_ms=self._lease_ms)
+            granter = self._granters[incarnation] = LeaseGranter(self._lease_ms)
         return granter
 
     def forget(self, incarnation: str) -> None:

@@ -175,6 +175,7 @@ class PrefillDone(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     epoch: int
     cached_tokens: int
     lookup_ns: int
+    engine_queue_ns: int
     compute_ns: int
     hand_off_ns: int
     """From the end of prefill compute until decode acknowledged every block."""

@@ -5,8 +5,9 @@ softmax, one weighted sum over the values in order. Keys behind a row's position
 makes their weights exact zeros; adding exact zeros changes nothing, so tiles and tails may be padded freely. What
 is left is the order of the sums inside the products, which ``workers.model.linear`` fixes.
 
-Two paths with equal bits: long chunks go head by head over tiles of queries; single queries of many sequences go
-together, all heads of a group in one product (queries on a block diagonal, exact zeros elsewhere).
+Two paths with equal bits: long chunks go head by head over tiles of queries. Single queries of many sequences go
+together, all heads against the blocks as they lie in the pool: a head's weights for keys of other heads are set to
+exact zeros, which costs multiplications and saves the copy that would sort the blocks by head.
 
 It never decides which blocks a sequence has.
 """
@@ -27,9 +28,6 @@ QUERY_TILE: Final = 128
 
 KEY_STEP: Final = 64
 """Key counts are padded to multiples of this: fewer kernels to build."""
-
-HEADS_PER_PRODUCT_MAX: Final = 4
-"""KV heads that share one block-diagonal product; more would multiply too many zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +52,11 @@ class Span:
 class SingleGroup:
     """Single-row sequences of similar length, computed together.
 
-    ``rows``: their rows in the batch. ``blocks``: slots, shape (batch, num_blocks). ``mask``: float32, shape
-    (batch, 1, num_keys), 0 up to the row's position and minus infinity after it.
+    ``rows``: their rows in the batch; None when they are the whole batch in order. ``blocks``: slots, shape (batch,
+    num_blocks). ``mask``: float32, (batch, 1, num_keys), 0 up to the row's position and minus infinity after it.
     """
 
-    rows: Tensor
+    rows: Tensor | None
     blocks: Tensor
     mask: Tensor
 
@@ -72,46 +70,48 @@ def padded_table(block_table: Sequence[int], num_keys: int, block_tokens: int) -
     return table + table[-1:] * (padded - num_blocks)
 
 
-def make_single_group(rows: list[int], num_keys: list[int], tables: list[list[int]], block_tokens: int) -> SingleGroup:
+def make_single_group(
+    rows: list[int] | None, num_keys: list[int], tables: list[list[int]], block_tokens: int
+) -> SingleGroup:
     """Builds the group of ``rows``; ``num_keys`` counts each row's visible positions, itself included."""
     width = max(len(table) for table in tables)
     blocks = torch.tensor([table + table[-1:] * (width - len(table)) for table in tables])
     limits = torch.tensor(num_keys)[:, None]
-    mask = torch.zeros(len(rows), width * block_tokens)
+    mask = torch.zeros(len(tables), width * block_tokens)
     mask.masked_fill_(torch.arange(width * block_tokens)[None] >= limits, float("-inf"))
-    return SingleGroup(torch.tensor(rows), blocks, mask[:, None])
+    return SingleGroup(None if rows is None else torch.tensor(rows), blocks, mask[:, None])
 
 
 class Attention:
-    """Attention of one model shape. ``kv``: the pool seen as (num_blocks * num_layers, 2, kv_heads, tokens, head)."""
+    """Attention of one model shape. ``kv``: the pool seen as (num_blocks, num_layers, 2, kv_heads, tokens, head)."""
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, head_size: int, num_layers: int) -> None:
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_size: int) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.group_size = num_heads // num_kv_heads
         self.head_size = head_size
-        self.num_layers = num_layers
-        self.heads_per_product = max(n for n in range(1, HEADS_PER_PRODUCT_MAX + 1) if num_kv_heads % n == 0)
         self.scale = head_size**-0.5
 
-    def run_span(self, queries: Tensor, kv: Tensor, layer: int, span: Span) -> Tensor:
+    def run_span(self, queries: Tensor, pool: Tensor, layer: int, span: Span) -> Tensor:
         """Returns the outputs of one span, float32, (span rows, num_heads, head_size), from its rotated queries."""
-        blocks = kv.index_select(0, span.blocks * self.num_layers + layer)
-        # (2, kv_heads, num_keys, head_size)
-        ordered = blocks.permute(1, 2, 0, 3, 4).float().contiguous()
+        blocks = _gather(pool, layer, span.blocks)
+        # (2, kv_heads, num_keys, head_size); one copy sorts by head and widens.
+        ordered = torch.empty(2, self.num_kv_heads, blocks.shape[1], *blocks.shape[3:])
+        ordered.copy_(blocks.permute(0, 2, 1, 3, 4))
         keys, values = ordered.view(2, self.num_kv_heads, -1, self.head_size)
         # (kv_heads, group, rows, head_size)
         grouped = (queries * self.scale).view(-1, self.num_kv_heads, self.group_size, self.head_size)
         grouped = grouped.permute(1, 2, 0, 3)
-        out = torch.empty(self.num_kv_heads, self.group_size, span.num_rows, self.head_size)
+        out = torch.empty(span.num_rows, self.num_kv_heads, self.group_size, self.head_size)
+        by_head = out.permute(1, 2, 0, 3)
         for first, end in _query_tiles(span.start_position, span.start_position + span.num_rows):
             rows = slice(first - span.start_position, end - span.start_position)
             num_keys = min(-(-end // KEY_STEP) * KEY_STEP, keys.shape[1])
             mask = _causal_mask(first, end, num_keys)
             for head in range(self.num_kv_heads):
                 tile = grouped[head, :, rows]
-                out[head, :, rows] = self._tile(tile, keys[head, :num_keys], values[head, :num_keys], mask, first)
-        return out.permute(2, 0, 1, 3).reshape(span.num_rows, self.num_heads, self.head_size)
+                by_head[head, :, rows] = self._tile(tile, keys[head, :num_keys], values[head, :num_keys], mask, first)
+        return out.view(span.num_rows, self.num_heads, self.head_size)
 
     def _tile(self, tile: Tensor, keys: Tensor, values: Tensor, mask: Tensor, first: int) -> Tensor:
         """One query tile (group, rows, head_size) of one KV head; rows begin at position ``first``."""
@@ -125,29 +125,40 @@ class Attention:
         weights = torch.softmax(scores, -1)
         return product(weights, values.t())[: group * num_rows].view(tile.shape)
 
-    def run_singles(self, queries: Tensor, kv: Tensor, layer: int, group: SingleGroup) -> Tensor:
+    def run_singles(self, queries: Tensor, pool: Tensor, layer: int, group: SingleGroup) -> Tensor:
         """Returns the outputs of single rows, float32, (batch, num_heads, head_size), from their rotated queries."""
-        batch, width = group.blocks.shape
-        shared, groups = self.heads_per_product, self.num_kv_heads // self.heads_per_product
-        blocks = kv.index_select(0, (group.blocks * self.num_layers + layer).view(-1))
-        blocks = blocks.view(batch, width, 2, groups, shared, -1, self.head_size)
-        # (2, batch, groups, num_keys, shared * head_size)
-        ordered = blocks.permute(2, 0, 3, 1, 5, 4, 6).float().contiguous()
-        keys, values = ordered.view(2, batch * groups, -1, shared * self.head_size)
-        num_rows = shared * self.group_size
-        diagonal = queries.new_zeros(batch * groups, shared, self.group_size, shared, self.head_size)
-        own = (queries * self.scale).view(batch * groups, shared, self.group_size, self.head_size)
-        torch.diagonal(diagonal, dim1=1, dim2=3).copy_(own.permute(0, 2, 3, 1))
-        rows = diagonal.view(batch * groups, num_rows, -1)
-        if num_rows < MIN_ROWS:
+        batch, num_blocks = group.blocks.shape
+        num_kv, per_head = self.num_kv_heads, self.group_size
+        keys, values = _gather(pool, layer, group.blocks.view(-1)).float().view(2, batch, -1, self.head_size)
+        rows = queries * self.scale
+        if self.num_heads < MIN_ROWS:
             rows = torch.cat((rows, rows), 1)
-        scores = torch.stack([product(rows[i], keys[i]) for i in range(batch * groups)])
-        masked = scores.view(batch, -1, scores.shape[-1]).add_(group.mask)
-        weights = torch.softmax(masked, -1).view(scores.shape)
-        out = torch.stack([product(weights[i], values[i].t()) for i in range(batch * groups)])
-        out = out[:, :num_rows].reshape(batch * groups, shared, self.group_size, shared, self.head_size)
-        own_out = torch.diagonal(out, dim1=1, dim2=3).permute(0, 3, 1, 2)
-        return own_out.reshape(batch, self.num_heads, self.head_size)
+        scores = torch.stack([product(rows[i], keys[i]) for i in range(batch)])[:, : self.num_heads]
+        by_block = (batch, num_kv, per_head, num_blocks, num_kv, pool.shape[4])
+        # Each head keeps the scores of its own keys: (batch, kv_head, group, block, token), in order of position.
+        own = _own_heads(scores.reshape(by_block)).reshape(batch, self.num_heads, -1).add_(group.mask)
+        weights = torch.softmax(own, -1)
+        spread = torch.zeros(by_block)
+        _own_heads(spread).copy_(weights.view(batch, num_kv, per_head, num_blocks, -1))
+        spread = spread.view(batch, self.num_heads, -1)
+        if self.num_heads < MIN_ROWS:
+            spread = torch.cat((spread, spread), 1)
+        return torch.stack([product(spread[i], values[i].t()) for i in range(batch)])[:, : self.num_heads]
+
+
+def _gather(pool: Tensor, layer: int, slots: Tensor) -> Tensor:
+    """Copies the keys, then the values of ``slots`` in one layer: (2, slots, kv_heads, tokens, head), pool's type."""
+    first = (slots * pool.shape[1] + layer) * 2
+    halves = pool.view(-1, *pool.shape[3:]).index_select(0, torch.cat((first, first + 1)))
+    return halves.view(2, -1, *pool.shape[3:])
+
+
+def _own_heads(by_block: Tensor) -> Tensor:
+    """Views (batch, kv_head, group, block, kv_head, token) where both head indexes agree.
+
+    Returns (batch, kv_head, group, block, token).
+    """
+    return by_block.diagonal(dim1=1, dim2=4).permute(0, 4, 1, 2, 3)
 
 
 def _query_tiles(start: int, end: int) -> list[tuple[int, int]]:

@@ -1,0 +1,127 @@
+"""One ingress process: HTTP application, request driver and relay server, put together.
+
+Owns them and their order. Knows nothing of Ray: the deployment gives it start, stop and the cluster's status as
+calls, so that the same ingress runs in tests without a cluster.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cluster.config import Config
+from cluster.ingress.api.app import create_app
+from cluster.ingress.api.services import ApiLimits
+from cluster.ingress.api.tokenizer import TokenizerBundle
+from cluster.ingress.backend import RelayBackend
+from cluster.ingress.metrics import IngressMetrics
+from cluster.view import ClusterView
+from kvstore.net.handshake import PeerInfo
+from kvstore.net.host import host_identity
+from workers.model.config import read_config
+
+logger = logging.getLogger(__name__)
+
+RELAY_HOST = "127.0.0.1"
+
+
+class IngressApp:
+    """Everything of one ingress replica but Ray Serve."""
+
+    def __init__(self, config: Config, model_path: str, secret: bytes, incarnation: str) -> None:
+        folder = Path(model_path)
+        self._config = config
+        self._me = PeerInfo(
+            role="ingress",
+            peer_id=f"ingress-{incarnation[:8]}",
+            incarnation=incarnation,
+            pid=os.getpid(),
+            host_identity=host_identity(config.kv.host_identity),
+        )
+        self._tokenizer = TokenizerBundle.from_folder(folder)
+        self._metrics = IngressMetrics()
+        self._backend = RelayBackend(
+            config,
+            me=self._me,
+            secret=secret,
+            model_id=config.served_model_name or folder.name,
+            created=int((folder / "config.json").stat().st_mtime),
+            vocab_size=read_config(folder).vocab_size,
+            registry=self._metrics.registry,
+            clock_ns=_boottime_ns,
+        )
+
+    def build(
+        self,
+        *,
+        on_start: Callable[[], Awaitable[None]],
+        on_stop: Callable[[], Awaitable[None]],
+        cluster_status: Callable[[], Awaitable[dict[str, Any]]],
+    ) -> FastAPI:
+        """Returns the ASGI application; ``on_start`` and ``on_stop`` run with its lifespan."""
+        app = create_app(
+            self._backend,
+            self._tokenizer,
+            ApiLimits(max_body_bytes=self._config.limits.max_body_bytes),
+            metrics=self._metrics,
+        )
+
+        @asynccontextmanager
+        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+            await on_start()
+            try:
+                yield
+            finally:
+                await on_stop()
+
+        async def status(_: Request) -> Response:
+            return JSONResponse(await self._status(await cluster_status()))
+
+        app.router.lifespan_context = lifespan
+        app.router.routes.append(Route("/internal/status", status, methods=["GET"]))
+        return app
+
+    async def start(self) -> tuple[str, int]:
+        """Listens for workers; returns (host, port)."""
+        return await self._backend.start(RELAY_HOST)
+
+    async def close(self) -> None:
+        """Ends running requests honestly, then the links."""
+        await self._backend.close()
+
+    def set_view(self, view: ClusterView) -> None:
+        """Takes a newer membership."""
+        self._backend.set_view(view)
+
+    @property
+    def view_version(self) -> int:
+        """Version of the membership in use."""
+        return self._backend.view_version
+
+    async def _status(self, cluster: dict[str, Any]) -> dict[str, Any]:
+        workers = await self._backend.worker_statuses()
+        streams = self._backend.streams()
+        return {
+            "workers": workers,
+            "store": cluster.get("store", []),
+            "ingress": [{"id": self._me.peer_id, "pid": self._me.pid, "streams": len(streams)}],
+            "directory": {"pid": None},
+            "controller": cluster.get("controller", {"pid": None}),
+            "leases": sum(worker.get("leases", 0) for worker in workers),
+            "streams": streams,
+        }
+
+
+def _boottime_ns() -> int:
+    """Leases count suspended time too."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)

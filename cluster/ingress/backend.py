@@ -1,0 +1,423 @@
+"""The request driver of an ingress: from an admitted request to frames on links and back.
+
+Owns the running requests, their timers, the records of ended ones, and the relay server. Turns messages of workers
+into events of request machines and orders of machines into messages. Decisions are the machines' (``cluster.core``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from cluster.config import Config
+from cluster.core import attempt_events as ev
+from cluster.core.attempt_events import WorkerRef
+from cluster.core.attempts import Phase, RequestMachine
+from cluster.core.routing import Candidate, NoPair, choose_pair
+from cluster.ingress.api.backend import Backend, Generation, ReadyState
+from cluster.ingress.api.errors import InvalidRequest, Overloaded
+from cluster.ingress.fleet import Fleet
+from cluster.ingress.generation import RunningRequest
+from cluster.ingress.relay import RelayServer, WorkerLink
+from cluster.ingress.relay_metrics import RelayMetrics
+from cluster.view import ClusterView
+from kvstore.core.messages import (
+    AttemptFault,
+    Cancel,
+    CancelAck,
+    Credit,
+    Frame,
+    GenerationSpec,
+    Prefill,
+    PrefillDone,
+    PrefillStarted,
+    Refused,
+    Reserve,
+    Reserved,
+    Status,
+)
+from kvstore.net.handshake import PeerInfo
+
+logger = logging.getLogger(__name__)
+
+RECORDS_MAX = 2048
+CLOSE_DEADLINE_S = 2.0
+
+
+class RelayBackend(Backend):
+    """``Backend`` over workers that dial in."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        me: PeerInfo,
+        secret: bytes,
+        model_id: str,
+        created: int,
+        vocab_size: int,
+        registry: CollectorRegistry,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self.model_id = model_id
+        self.created = created
+        self.max_model_len = config.max_model_len
+        self.vocab_size = vocab_size
+        self._config = config
+        self._clock_ns = clock_ns
+        self._metrics = RelayMetrics(registry)
+        self._relay = RelayServer(me=me, secret=secret, lease_ms=config.attempts.lease_ms, clock_ns=clock_ns, sink=self)
+        self._fleet = Fleet(me.host_identity, on_gone=self._on_worker_gone)
+        self._running: dict[str, RunningRequest] = {}
+        self._by_attempt: dict[str, RunningRequest] = {}
+        self._ended: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
+        self._prober: asyncio.Task[None] | None = None
+
+    # --- life cycle -------------------------------------------------------------------------------------------
+
+    async def start(self, host: str) -> tuple[str, int]:
+        """Listens for workers; returns (host, port)."""
+        self._prober = asyncio.create_task(self._fleet.probe_for_ever())
+        return await self._relay.start(host)
+
+    async def close(self) -> None:
+        """Interrupts what runs, waits a moment for its end to be told, then closes the links."""
+        for request in tuple(self._running.values()):
+            request.step(ev.DrainEnded(now_ns=self._clock_ns()))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                while self._running:
+                    await asyncio.sleep(0.01)
+        if self._prober is not None:
+            self._prober.cancel()
+        await self._relay.close()
+        self._fleet.close()
+
+    def set_view(self, view: ClusterView) -> None:
+        """Takes a newer membership; lives that it calls gone are gone."""
+        self._fleet.set_view(view)
+
+    @property
+    def view_version(self) -> int:
+        """Version of the membership in use."""
+        return self._fleet.view.version
+
+    # --- Backend ----------------------------------------------------------------------------------------------
+
+    def ready(self) -> ReadyState:
+        return self._fleet.ready()
+
+    async def submit(
+        self, spec: GenerationSpec, *, request_id: str, stream: bool, label: str | None, tenant: str
+    ) -> Generation:
+        if len(self._running) >= self._config.limits.max_queued_requests:
+            raise Overloaded(f"{len(self._running)} requests are waiting or running here already.", retry_after_s=1)
+        machine = RequestMachine(
+            request_id, stream, max_attempts=self._config.attempts.max_attempts, admitted_ns=self._clock_ns()
+        )
+        request = RunningRequest(
+            spec,
+            machine=machine,
+            tenant=tenant,
+            label=label,
+            orders=self,
+            clock_ns=self._clock_ns,
+            backlog_tokens=self._config.limits.max_stream_backlog_tokens,
+        )
+        pair = self._choose(request, ())
+        if isinstance(pair, NoPair) and pair.never:
+            raise InvalidRequest(f"The request {pair.why}.", param="max_tokens", code="context_length_exceeded")
+        self._running[request_id] = request
+        if self._config.attempts.deadline_ms is not None:
+            request.deadline = asyncio.get_running_loop().call_later(
+                self._config.attempts.deadline_ms / 1000,
+                lambda: request.step(ev.DeadlineReached(now_ns=self._clock_ns())),
+            )
+        self.route(request, ())
+        return request
+
+    async def request_record(self, request_id: str, *, tenant: str) -> dict[str, Any] | None:
+        running = self._running.get(request_id)
+        if running is not None:
+            return running.record() if running.tenant == tenant else None
+        owner, record = self._ended.get(request_id, ("", None))
+        return record if owner == tenant else None
+
+    async def cancel(self, request_id: str, *, tenant: str) -> dict[str, Any] | None:
+        running = self._running.get(request_id)
+        if running is not None and running.tenant == tenant:
+            await running.cancel("cancelled")
+            # Bounded by the lease: each side is fenced by its acknowledgement or by the end of its lease.
+            while request_id in self._running:
+                await asyncio.sleep(0.005)
+        return await self.request_record(request_id, tenant=tenant)
+
+    # --- for the status endpoint --------------------------------------------------------------------------------
+
+    async def worker_statuses(self) -> list[dict[str, Any]]:
+        """Returns one entry per worker slot, asked now; lost and refused ones included."""
+        return await self._fleet.statuses()
+
+    def streams(self) -> list[dict[str, Any]]:
+        """Returns the requests that run here."""
+        return [
+            {
+                "request_id": request.request_id,
+                "phase": request.machine.phase.value,
+                "attempt": len(request.machine.attempts),
+                "epoch": request.machine.current.epoch if request.machine.current else 0,
+                "delivered_output_tokens": request.machine.num_delivered,
+            }
+            for request in self._running.values()
+        ]
+
+    # --- RelaySink ------------------------------------------------------------------------------------------------
+
+    def on_link_up(self, link: WorkerLink) -> None:
+        self._fleet.link_up(link)
+        for request in tuple(self._running.values()):
+            request.step(ev.LinkBack(now_ns=self._clock_ns(), incarnation=link.incarnation))
+
+    def on_link_down(self, link: WorkerLink) -> None:
+        self._fleet.link_down(link)
+        for request in tuple(self._running.values()):
+            request.step(ev.LinkLost(now_ns=self._clock_ns(), incarnation=link.incarnation))
+
+    def on_message(self, link: WorkerLink, message: Any) -> None:
+        if isinstance(message, Frame):
+            self._on_frame(message)
+        elif isinstance(message, Status):
+            self._fleet.on_status(message)
+        else:
+            request = self._by_attempt.get(message.attempt_id)
+            if request is None:
+                self._metrics.stale_messages.inc()
+            else:
+                self._on_attempt_message(request, link, message)
+
+    def _on_frame(self, frame: Frame) -> None:
+        now_ns = self._clock_ns()
+        for delta in frame.streams:
+            request = self._by_attempt.get(delta.attempt_id)
+            if request is None:
+                self._metrics.dropped_tokens.labels("unknown_attempt").inc(len(delta.token_ids))
+                continue
+            event = ev.TokensArrived(
+                now_ns=now_ns,
+                attempt_id=delta.attempt_id,
+                epoch=delta.epoch,
+                first_index=delta.first_index,
+                num_tokens=len(delta.token_ids),
+                end=delta.end,
+            )
+            request.step(event, delta)
+
+    def _on_attempt_message(self, request: RunningRequest, link: WorkerLink, message: Any) -> None:
+        about: dict[str, Any] = {"now_ns": self._clock_ns(), "attempt_id": message.attempt_id, "epoch": message.epoch}
+        match message:
+            case Reserved():
+                request.ticket = message.ticket
+                request.step(ev.BlocksReserved(**about))
+            case Refused():
+                role = self._role_of(request, link)
+                request.step(ev.WorkerRefused(**about, role=role, code=message.code, message=message.message))
+            case PrefillStarted():
+                request.on_prefill_began(
+                    ev.PrefillBegan(**about, cached_tokens=message.cached_tokens, cached_by_tier=message.cached_by_tier)
+                )
+            case PrefillDone():
+                spans = {
+                    "lookup": message.lookup_ns,
+                    "engine_queue": message.engine_queue_ns,
+                    "compute": message.compute_ns,
+                    "hand_off": message.hand_off_ns,
+                }
+                request.step(ev.PrefillEnded(**about, spans_ns=spans))
+            case AttemptFault():
+                role = self._role_of(request, link)
+                request.step(ev.AttemptFaulted(**about, role=role, reason=message.reason, message=message.message))
+            case CancelAck():
+                self._on_cancel_ack(request, link, message, about)
+            case _:
+                logger.warning("message_ignored type=%s", type(message).__name__)
+
+    def _on_cancel_ack(
+        self, request: RunningRequest, link: WorkerLink, message: CancelAck, about: dict[str, Any]
+    ) -> None:
+        attempt = request.machine.current
+        if attempt is not None and attempt.workers["prefill"] == attempt.workers["decode"]:
+            # A combined worker answers once for both sides.
+            request.step(ev.CancelAcked(**about, role="prefill", num_generated=0))
+            request.step(ev.CancelAcked(**about, role="decode", num_generated=message.num_generated))
+            return
+        role = self._role_of(request, link)
+        request.step(ev.CancelAcked(**about, role=role, num_generated=message.num_generated))
+
+    def _role_of(self, request: RunningRequest, link: WorkerLink) -> ev.Role:
+        for attempt in request.machine.attempts:
+            if attempt.workers["prefill"].incarnation == link.incarnation:
+                is_decode = attempt.workers["decode"].incarnation == link.incarnation
+                return "decode" if is_decode and "prefill" not in attempt.dispatched else "prefill"
+        return "decode"
+
+    # --- Orders -----------------------------------------------------------------------------------------------
+
+    def route(self, generation: RunningRequest, avoid: tuple[str, ...]) -> None:
+        """Chooses a pair and starts an attempt on it."""
+        pair = self._choose(generation, avoid)
+        now_ns = self._clock_ns()
+        if isinstance(pair, NoPair):
+            generation.step(ev.NoRoute(now_ns=now_ns, message=pair.why))
+            return
+        attempt_id = f"att-{secrets.token_hex(16)}"
+        self._by_attempt[attempt_id] = generation
+        generation.step(ev.Routed(now_ns=now_ns, attempt_id=attempt_id, prefill=pair.prefill, decode=pair.decode))
+
+    def _choose(self, request: RunningRequest, avoid: tuple[str, ...]) -> Any:
+        block_tokens = self._config.kv.block_tokens
+        num_prompt = len(request.spec.prompt_token_ids)
+        load = self._load()
+        candidates = [
+            Candidate(ref, role, load.get(ref.incarnation, 0), pool_blocks)
+            for ref, role, pool_blocks in self._fleet.usable()
+        ]
+        return choose_pair(
+            candidates,
+            prompt_blocks=-(-num_prompt // block_tokens),
+            total_blocks=-(-(num_prompt + request.spec.max_tokens - 1) // block_tokens),
+            avoid=avoid,
+        )
+
+    def _load(self) -> dict[str, int]:
+        load: dict[str, int] = {}
+        for request in self._running.values():
+            attempt = request.machine.current
+            if attempt is None:
+                continue
+            for role in ev.ROLES:
+                if role not in attempt.fenced:
+                    incarnation = attempt.workers[role].incarnation
+                    load[incarnation] = load.get(incarnation, 0) + 1
+        return load
+
+    def send_reserve(self, generation: RunningRequest, order: ev.SendReserve) -> None:
+        """Asks decode for blocks."""
+        message = Reserve(
+            request_id=generation.request_id,
+            attempt_id=order.attempt_id,
+            epoch=order.epoch,
+            spec=generation.spec,
+            reservation_ms=self._config.attempts.reservation_ms,
+        )
+        self._dispatch(generation, "decode", message)
+
+    def send_prefill(self, generation: RunningRequest, order: ev.SendPrefill) -> None:
+        """Sends the prompt with the ticket."""
+        message = Prefill(
+            request_id=generation.request_id,
+            attempt_id=order.attempt_id,
+            epoch=order.epoch,
+            spec=generation.spec,
+            ticket=generation.ticket,
+        )
+        self._dispatch(generation, "prefill", message)
+
+    def _dispatch(self, generation: RunningRequest, role: ev.Role, message: Reserve | Prefill) -> None:
+        ref = self._ref(generation, message.attempt_id, role)
+        self._relay.granter(ref.incarnation).dispatch(message.attempt_id, message.epoch, now_ns=self._clock_ns())
+        link = self._relay.links.get(ref.incarnation)
+        if link is None or not link.send(message):
+            # Nothing left the process, so there is nothing to fence.
+            refused = ev.WorkerRefused(
+                now_ns=self._clock_ns(),
+                attempt_id=message.attempt_id,
+                epoch=message.epoch,
+                role=role,
+                code="no_capacity",
+                message=f"{ref.worker_id} is not connected",
+            )
+            asyncio.get_running_loop().call_soon(generation.step, refused)
+
+    def send_cancel(self, generation: RunningRequest, order: ev.SendCancel) -> None:
+        """Revokes the lease, then tells the worker to stop."""
+        ref = self._ref(generation, order.attempt_id, order.role)
+        self._relay.granter(ref.incarnation).revoke(order.attempt_id, order.epoch)
+        link = self._relay.links.get(ref.incarnation)
+        if link is not None:
+            link.send(Cancel(attempt_id=order.attempt_id, epoch=order.epoch, reason=order.reason))
+
+    def wait_for_fence(self, generation: RunningRequest, order: ev.WaitForFence) -> None:
+        """Fires the machine's timer once the lease of this side has surely run out."""
+        ref = self._ref(generation, order.attempt_id, order.role)
+        safe_ns = self._relay.granter(ref.incarnation).safe_after_ns(order.attempt_id, order.epoch)
+        delay_s = max(0, (safe_ns or 0) - self._clock_ns()) / 1e9
+        if delay_s > 0:
+            # A lease that was renewed meanwhile moves the moment: look again then.
+            handle = asyncio.get_running_loop().call_later(delay_s, self._fence_due, generation, order)
+            generation.timers.add(handle)
+        else:
+            asyncio.get_running_loop().call_soon(self._fence_due, generation, order)
+
+    def _fence_due(self, generation: RunningRequest, order: ev.WaitForFence) -> None:
+        if generation.machine.closed:
+            return
+        ref = self._ref(generation, order.attempt_id, order.role)
+        safe_ns = self._relay.granter(ref.incarnation).safe_after_ns(order.attempt_id, order.epoch)
+        if safe_ns is not None and safe_ns > self._clock_ns():
+            self.wait_for_fence(generation, order)
+            return
+        fired = ev.TimerFired(now_ns=self._clock_ns(), attempt_id=order.attempt_id, epoch=order.epoch, role=order.role)
+        generation.step(fired)
+
+    def give_credit(self, generation: RunningRequest, max_index: int) -> None:
+        """Lets decode compute further ahead of the client."""
+        attempt = generation.machine.current
+        if attempt is None:
+            return
+        link = self._relay.links.get(attempt.workers["decode"].incarnation)
+        if link is not None:
+            link.send(Credit(attempt_id=attempt.attempt_id, epoch=attempt.epoch, max_index=max_index))
+
+    def count_dropped(self, order: ev.DropTokens) -> None:
+        """Counts tokens that were not handed on."""
+        self._metrics.dropped_tokens.labels(order.reason).inc(order.num_tokens)
+
+    def closed(self, generation: RunningRequest, order: ev.Close) -> None:
+        """The books of a request are closed: nothing of it runs anywhere."""
+        self._metrics.account(order)
+        for attempt in generation.machine.attempts:
+            self._by_attempt.pop(attempt.attempt_id, None)
+            for role in ev.ROLES:
+                granter = self._relay.granter(attempt.workers[role].incarnation)
+                granter.end(attempt.attempt_id, attempt.epoch)
+        for timer in generation.timers:
+            timer.cancel()
+        if generation.deadline is not None:
+            generation.deadline.cancel()
+        if self._running.pop(generation.request_id, None) is None:
+            return
+        record = generation.record()
+        self._ended[generation.request_id] = (generation.tenant, record)
+        while len(self._ended) > RECORDS_MAX:
+            self._ended.popitem(last=False)
+        if generation.machine.phase is not Phase.FINISHED:
+            logger.info("request_ended request_id=%s phase=%s", generation.request_id, record["phase"])
+
+    def _ref(self, generation: RunningRequest, attempt_id: str, role: ev.Role) -> WorkerRef:
+        for attempt in generation.machine.attempts:
+            if attempt.attempt_id == attempt_id:
+                return attempt.workers[role]
+        raise AssertionError(f"{attempt_id} is no attempt of {generation.request_id}")
+
+    def _on_worker_gone(self, incarnation: str) -> None:
+        """A life is proved over."""
+        self._relay.forget(incarnation)
+        for request in tuple(self._running.values()):
+            request.step(ev.WorkerGone(now_ns=self._clock_ns(), incarnation=incarnation))

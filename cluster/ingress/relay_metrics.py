@@ -1,0 +1,37 @@
+"""What the request driver counts: tokens by their fate, and messages that came too late."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+
+from cluster.core.attempt_events import Close
+
+
+class RelayMetrics:
+    """Counters of one ingress. For every closed request: generated = delivered + discarded."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.accounted_generated = Counter(
+            "kopir_accounted_generated_tokens", "Tokens that decode made for closed requests.", registry=registry
+        )
+        self.accounted_delivered = Counter(
+            "kopir_accounted_delivered_tokens", "Of those, tokens that were fully written.", registry=registry
+        )
+        self.discarded = Counter(
+            "kopir_discarded_tokens", "Of those, tokens that were not, by reason.", ("reason",), registry=registry
+        )
+        self.dropped_tokens = Counter(
+            "kopir_dropped_frame_tokens", "Tokens of frames that were not handed on.", ("reason",), registry=registry
+        )
+        self.stale_messages = Counter(
+            "kopir_stale_messages", "Messages about attempts that are over.", registry=registry
+        )
+
+    def account(self, close: Close) -> None:
+        """Books one closed request."""
+        discarded = close.num_generated - close.num_delivered
+        assert discarded >= 0, close
+        self.accounted_generated.inc(close.num_generated)
+        self.accounted_delivered.inc(close.num_delivered)
+        if discarded:
+            self.discarded.labels(close.discard_reason).inc(discarded)

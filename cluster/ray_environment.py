@@ -1,0 +1,27 @@
+"""The environment that Ray reads when it is imported; this module must run first, and imports nothing of Ray."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+TOKEN_BYTES = 32
+_SETTINGS = {
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+def prepare(*, local: bool) -> None:
+    """Sets what Ray needs, without touching what the user has set. A local cluster gets a token of its own.
+
+    Modifies: the environment of this process.
+    """
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if not local:
+        return
+    mode = os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if mode == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(TOKEN_BYTES))
