@@ -121,9 +121,7 @@ def test_open_asks_are_bounded() -> None:
 
 @given(
     steps=st.lists(
-        st.tuples(
-            st.integers(0, 80), st.integers(0, 150), st.integers(0, 150), st.booleans(), st.booleans()
-        ),
+        st.tuples(st.integers(0, 80), st.integers(0, 150), st.integers(0, 150), st.booleans(), st.booleans()),
         min_size=1,
         max_size=30,
     ),
