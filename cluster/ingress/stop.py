@@ -68,7 +68,7 @@ class StopMatcher:
                 count += 1
             if count == len(stop):
                 longest = max(longest, count)
-                count = table[count - 1]
+                count = 0  # the text is over, nothing reads this again
             self._num_matching[index] = count
         return longest
 

@@ -95,7 +95,8 @@ class GenerationEndpoint:
             services,
             plan,
             request_id=request_id_of(scope),
-            label=_label(headers.get("x-request-id")),
+            # Behind the proxy the client's own id arrives under another name, see ``cluster.ingress.edge``.
+            label=_label(headers.get("x-kopir-label") or headers.get("x-request-id")),
             tenant=DEFAULT_TENANT,
             arrived_s=arrived_s,
         )

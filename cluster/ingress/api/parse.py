@@ -75,7 +75,7 @@ def parse(body: bytes, kind: type[Request]) -> Request:
         raise InvalidRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     except UnicodeDecodeError:
         raise InvalidRequest("The body is not valid UTF-8.", code="invalid_json") from None
-    except RecursionError:
+    except RecursionError:  # only a field of free JSON can get here; typed fields are refused before
         raise InvalidRequest("The body is nested too deeply.", code="invalid_json") from None
 
 

@@ -34,7 +34,7 @@ def make_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken("<tool call>", normalized=False)])
+    tokenizer.add_tokens([AddedToken("<tool ☃>", normalized=False)])
     return tokenizer
 
 

@@ -64,6 +64,7 @@ CHAT_FAMILIES: list[tuple[dict[str, Any], str | None]] = [
     ({"logit_bias": {str(VOCAB_SIZE): 5}}, "logit_bias"),
     ({"logit_bias": {"-1": 5}}, "logit_bias"),
     ({"logit_bias": {"²": 5}}, "logit_bias"),
+    ({"logit_bias": {"٥": 5}}, "logit_bias"),
     ({"logit_bias": {"1" * 5000: 5}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
     ({"logit_bias": {"5": None}}, "logit_bias[...]"),

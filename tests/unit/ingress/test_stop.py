@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cluster.ingress.api.text import AnswerText
@@ -34,6 +34,9 @@ def first_end(text: str, stops: list[str]) -> tuple[int, int] | None:
 
 @settings(max_examples=400, deadline=None)
 @given(FEW_CHARS, STOPS, st.lists(st.integers(0, 30), max_size=8))
+@example("aaab", ["aab"], [2])
+@example("abab☃ababa☃", ["ababa"], [])
+@example("aabaaabaa", ["aabaa☃", "aaabaa"], [3, 4])
 def test_any_cuts_give_the_same_text(text: str, stops: list[str], cuts: list[int]) -> None:
     """The shown text is what stands before the first complete stop string; a piece never shows a part of one."""
     matcher = StopMatcher(stops)

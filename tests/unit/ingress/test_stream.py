@@ -232,13 +232,12 @@ async def test_streamed_logprobs_cover_each_visible_token_once(world: World, kin
     world.play_steps([*batches([*word, *snowman, stop_id], size=2, logprobs=True), Ended("stop")])
     if kind == "chat":
         response = await world.chat(stream=True, logprobs=True, top_logprobs=1)
-        found = [
-            entry
-            for chunk in events(response.content)[:-1]
-            for choice in chunk["choices"]
-            if choice["logprobs"]
-            for entry in choice["logprobs"]["content"]
-        ]
+        found: list[Any] = []
+        text = ""
+        for chunk in events(response.content)[:-1]:
+            text += chunk["choices"][0]["delta"].get("content", "")
+            found += (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+            assert sum(len(entry["bytes"]) for entry in found) <= len(text.encode()), "a logprob before its text"
         assert bytes(byte for entry in found for byte in entry["bytes"]) == "the fox ☃".encode()
         assert all(entry["top_logprobs"][0]["bytes"] == entry["bytes"] for entry in found)
         assert len(found) == len(word) + len(snowman)

@@ -68,6 +68,14 @@ async def test_logprobs_of_a_whole_answer(world: World) -> None:
     assert body["usage"]["completion_tokens"] == len(word) + 1
 
 
+async def test_logprobs_end_where_the_text_ends(world: World) -> None:
+    """Tokens of a stop string have no logprobs in the answer: they are no part of it."""
+    world.play("the quick brown fox", logprobs=True)
+    choice = (await world.chat(logprobs=True, stop=" brown")).json()["choices"][0]
+    assert choice["message"]["content"] == "the quick"
+    assert "the quick".startswith("".join(entry["token"] for entry in choice["logprobs"]["content"]))
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code", "headers"),
     [
