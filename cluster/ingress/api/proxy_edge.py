@@ -1,7 +1,7 @@
 """The outermost layer of Serve's HTTP proxy: what clients may tell Serve, and how Serve's own errors look.
 
 Runs in the proxy process, around everything else; set as ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH =
-cluster.ingress.api.proxy_edge:proxy_middlewares`` or in Serve's HTTP options. It removes request headers by which a
+cluster.ingress.api.proxy_edge.proxy_middlewares`` or in Serve's HTTP options. It removes request headers by which a
 client could switch off Serve's disconnect watch or its timeouts, or steer its routing; it keeps one ``x-request-id`` on
 answers (Serve adds its own beside ours); and it gives errors that Serve makes itself (no replica, replica died before
 the first byte) the shape that every other error has. Answers of the application pass untouched.
