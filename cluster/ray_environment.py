@@ -9,6 +9,8 @@ TOKEN_BYTES = 32
 _SETTINGS = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Serve takes middlewares of its HTTP proxy only by this variable, read in the proxy process.
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ingress.edge:proxy_middlewares",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
