@@ -3,7 +3,8 @@
 Runs in the proxy process, around everything else; set as ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH =
 cluster.ingress.api.proxy_edge.proxy_middlewares`` or in Serve's HTTP options. It removes request headers by which a
 client could switch off Serve's disconnect watch or its timeouts, or steer its routing; it keeps one ``x-request-id`` on
-answers (Serve adds its own beside ours); and it gives errors that Serve makes itself (no replica, replica died before
+answers (Serve adds its own beside ours), and moves a client's to ``x-kopir-label``, so that Serve never routes and logs
+by an id that two clients may share; and it gives errors that Serve makes itself (no replica, replica died before
 the first byte) the shape that every other error has. Answers of the application pass untouched.
 """
 
@@ -23,11 +24,13 @@ CONTROL_HEADERS = frozenset(
         b"x-request-disconnect-disabled",
         b"serve-multiplexed-model-id",
         b"x-session-id",
+        b"x-kopir-label",
     }
 )
 """Request headers that Serve obeys. Compared in lower case, with ``_`` read as ``-``."""
 
 _ID_HEADER = b"x-request-id"
+LABEL_HEADER = b"x-kopir-label"
 
 
 def proxy_middlewares() -> list[Middleware]:
@@ -45,7 +48,14 @@ class ProxyEdge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        kept = [(name, value) for name, value in scope["headers"] if not _is_control(name)]
+        kept, label = [], b""
+        for name, value in scope["headers"]:
+            if name.lower() == _ID_HEADER:
+                label = value
+            elif not _is_control(name):
+                kept.append((name, value))
+        # Empty says: there is none, and what Serve puts into x-request-id is not the client's.
+        kept.append((LABEL_HEADER, label))
         await self._app({**scope, "headers": kept}, receive, _EdgeSend(send).send)
 
 
