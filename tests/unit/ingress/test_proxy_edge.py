@@ -46,8 +46,15 @@ async def test_control_headers_of_clients_are_removed() -> None:
     """Contract 1: a client cannot switch off disconnect or timeout handling, whatever the spelling."""
     inner = InnerApp([])
     names = [b"X-Request-Timeout-Seconds", b"x-request-disconnect-disabled", b"serve_multiplexed_model_id"]
-    await run(inner, [*((name, b"?1") for name in names), (b"authorization", b"x")])
-    assert inner.scope["headers"] == [(b"authorization", b"x")]
+    await run(inner, [*((name, b"?1") for name in [*names, b"x-kopir-label"]), (b"authorization", b"x")])
+    assert inner.scope["headers"] == [(b"authorization", b"x"), (b"x-kopir-label", b"")]
+
+
+async def test_id_of_a_client_becomes_a_label() -> None:
+    """F39: Serve never sees an id that two clients may share."""
+    inner = InnerApp([])
+    await run(inner, [(b"X-Request-Id", b"job-1")])
+    assert inner.scope["headers"] == [(b"x-kopir-label", b"job-1")]
 
 
 async def test_answers_of_the_application_pass_with_one_id() -> None:
