@@ -9,9 +9,10 @@ TOKEN_BYTES = 32
 _SETTINGS = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Workers serve people: Ray would run them at the lowest priority otherwise.
+    "RAY_worker_niceness": "0",
     # Serve takes middlewares of its HTTP proxy only by this variable, read in the proxy process.
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ingress.edge:proxy_middlewares",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ingress.api.proxy_edge.proxy_middlewares",
 }
 
 

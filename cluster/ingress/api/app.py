@@ -95,7 +95,7 @@ class GenerationEndpoint:
             services,
             plan,
             request_id=request_id_of(scope),
-            # Behind the proxy the client's own id arrives under another name, see ``cluster.ingress.edge``.
+            # Behind the proxy the client's own id arrives under another name, see ``proxy_edge``.
             label=_label(headers.get("x-kopir-label", headers.get("x-request-id"))),
             tenant=DEFAULT_TENANT,
             arrived_s=arrived_s,
