@@ -41,3 +41,20 @@ def transfer(
     from bench.transfer import run_transfer
 
     return run_transfer(quick=quick, json_path=json_path, plot_path=plot, check=check, seed=seed)
+
+
+@app.command(epilog="Example: kopir bench serve --json serve.json")
+def serve(
+    quick: QuickOption = False,
+    json_path: JsonFileOption = None,
+    check: CheckOption = False,
+    seed: SeedOption = 1,
+    url: Annotated[str | None, typer.Option("--url", metavar="URL", help="Measure this endpoint instead.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Configuration of the cluster; repeatable.")
+    ] = None,
+) -> int:
+    """Measure time to first token over HTTP and its parts, against calling the engine directly."""
+    from bench.serve import run_serve
+
+    return run_serve(quick=quick, json_path=json_path, check=check, seed=seed, url=url, settings=settings or [])

@@ -29,6 +29,7 @@ from cluster.view import ClusterView
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import host_identity
 from workers.model.config import read_config
+from workers.model.digests import model_digests
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class IngressApp:
             model_id=config.served_model_name or folder.name,
             created=int((folder / "config.json").stat().st_mtime),
             vocab_size=read_config(folder).vocab_size,
+            system_fingerprint=f"kopir-{config.dtype}-{model_digests(folder)['weights'][:12]}",
             registry=self._metrics.registry,
             clock_ns=_boottime_ns,
         )

@@ -63,6 +63,7 @@ class RelayBackend(Backend):
         model_id: str,
         created: int,
         vocab_size: int,
+        system_fingerprint: str,
         registry: CollectorRegistry,
         clock_ns: Callable[[], int],
     ) -> None:
@@ -70,6 +71,7 @@ class RelayBackend(Backend):
         self.created = created
         self.max_model_len = config.max_model_len
         self.vocab_size = vocab_size
+        self.system_fingerprint = system_fingerprint
         self._config = config
         self._clock_ns = clock_ns
         self._metrics = RelayMetrics(registry)
