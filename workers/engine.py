@@ -22,6 +22,7 @@ from workers.core.sequence import (
     check_chunk,
     chunk_bounds,
     completed_blocks,
+    num_blocks_for,
     slot_mapping,
 )
 from workers.kv_pool import KvPool
@@ -102,6 +103,21 @@ class Engine:
     def decode_step(self, tokens: Sequence[tuple[int, int, Sequence[int]]]) -> Tensor:
         """Runs one ``(token_id, position, block_table)`` of each sequence; returns float32 (sequences, vocab_size)."""
         return self.forward([SeqChunk((token_id,), position, table) for token_id, position, table in tokens])
+
+    def warm_up(self, *, chunk_tokens: int = 512, batch_sizes: Sequence[int] = (1, 2, 4, 8)) -> None:
+        """Runs each class of shapes once, so that no request pays for building kernels.
+
+        Call it before the first sequence owns a block. Modifies: the pool, which is zero again afterwards.
+        """
+        block_tokens = self.limits.block_tokens
+        capacity = min(self.limits.max_positions, self.limits.num_blocks * block_tokens)
+        length = min(chunk_tokens, capacity)
+        table = range(num_blocks_for(length, block_tokens))
+        self.forward([SeqChunk([0] * length, 0, table)])
+        for size in batch_sizes:
+            # The same position of the same blocks by several rows: equal bits are written, nothing depends on them.
+            self.forward([SeqChunk((0,), length - 1, table)] * size)
+        self.pool.tensor[: len(table)].zero_()
 
     def _set_threads(self) -> None:
         # OpenMP keeps its thread count per calling thread, so it is set on the thread that computes.
