@@ -23,7 +23,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name. Default: the first one listed.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     api_key: KeyOption = None,
     as_json: JsonOption = False,

@@ -40,32 +40,70 @@ def request(
 
 
 def render(journal: dict[str, Any]) -> Any:
-    """Returns the journal: single facts first, then a table for each list of records, nested facts last."""
+    """Returns the journal for people: the facts, one line per attempt, then the timeline in order of time."""
     from rich.console import Group
 
-    facts = [[name, value] for name, value in journal.items() if not _is_records(value) and not isinstance(value, dict)]
+    facts = [[_title(name), value] for name, value in journal.items() if name not in _APART]
     parts: list[Any] = [make_table("Request", ["field", "value"], facts)]
-    parts.extend(_table(name, value) for name, value in journal.items() if _is_records(value))
-    for name, value in journal.items():
-        if isinstance(value, dict):
-            rows: list[list[object]] = [
-                [key, cell_text(inner) if inner is not None else None] for key, inner in value.items()
-            ]
-            parts.append(make_table(_title(name), ["field", "value"], rows))
+    attempts = journal.get("attempts") or []
+    if attempts:
+        parts.append(make_table("Attempts", list(_ATTEMPT_COLUMNS), [_attempt_row(attempt) for attempt in attempts]))
+    events = journal.get("events") or []
+    if events:
+        parts.append(make_table("Timeline", ["ms", "event", "what"], [_event_row(event) for event in events]))
+    if journal.get("interruption"):
+        rows: list[list[object]] = [[_title(name), value] for name, value in journal["interruption"].items()]
+        parts.append(make_table("Interruption", ["field", "value"], rows))
     return Group(*parts)
 
 
-def _table(name: str, records: list[dict[str, Any]]) -> Any:
-    columns = list(dict.fromkeys(key for record in records for key in record))
-    return make_table(_title(name), columns, [[record.get(column) for column in columns] for record in records])
+_APART = frozenset({"attempts", "events", "interruption"})
+_ATTEMPT_COLUMNS = ("epoch", "attempt", "prefill", "decode", "from ms", "to ms", "end", "tokens", "fenced")
+_NOT_SHOWN = frozenset({"at_ns", "event", "attempt_id"})
 
 
-def _is_records(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+def _attempt_row(attempt: dict[str, Any]) -> list[object]:
+    return [
+        attempt.get("epoch"),
+        str(attempt.get("attempt_id", ""))[:12],
+        _worker(attempt.get("prefill")),
+        _worker(attempt.get("decode")),
+        _ms(attempt.get("started_ns")),
+        _ms(attempt.get("ended_ns")),
+        attempt.get("end_reason"),
+        attempt.get("received_tokens"),
+        attempt.get("fenced"),
+    ]
+
+
+def _event_row(event: dict[str, Any]) -> list[object]:
+    parts = []
+    for name, value in event.items():
+        if name in _NOT_SHOWN or value in (None, "", {}):
+            continue
+        if name == "spans_ns":
+            parts.append(", ".join(f"{_title(span)} {_ms(spent)} ms" for span, spent in value.items()))
+        elif name in ("prefill", "decode"):
+            parts.append(f"{name} {_worker(value)}")
+        elif name in ("phase", "end"):
+            parts.append(str(value))
+        else:
+            parts.append(f"{_title(name)} {cell_text(value)}")
+    return [_ms(event.get("at_ns")), _title(str(event.get("event"))), ", ".join(parts)]
+
+
+def _worker(worker: Any) -> str:
+    if not isinstance(worker, dict):
+        return "-" if worker is None else str(worker)
+    return f"{worker.get('worker_id')} (pid {worker.get('pid')}, life {str(worker.get('incarnation'))[:8]})"
+
+
+def _ms(nanoseconds: Any) -> str:
+    return "-" if nanoseconds is None else f"{nanoseconds / 1e6:.1f}"
 
 
 def _title(name: str) -> str:
-    return name.replace("_", " ").capitalize()
+    return name.replace("_", " ")
 
 
 def register(app: typer.Typer) -> None:

@@ -20,19 +20,7 @@ from cluster.cli.common import (
 
 STATUS_PATH = "/internal/status"
 
-_WORKER_COLUMNS = {
-    "id": "id",
-    "role": "role",
-    "state": "state",
-    "pid": "pid",
-    "node": "node",
-    "used_blocks": "used",
-    "pool_blocks": "blocks",
-    "quarantined_blocks": "quar",
-    "running": "run",
-    "waiting": "wait",
-    "incarnation": "life",
-}
+_WORKER_COLUMNS = ["worker", "state", "pid", "node", "blocks", "fenced", "run", "wait", "life"]
 
 
 def status(
@@ -78,9 +66,7 @@ def render(facts: dict[str, Any], base: str) -> Any:
 
     workers = _rows(facts.get("workers"))
     parts: list[Any] = [Text(base)]
-    columns = list(_WORKER_COLUMNS.values())
-    rows = [[_short_id(name, worker.get(name)) for name in _WORKER_COLUMNS] for worker in workers]
-    parts.append(make_table("Workers", columns, rows))
+    parts.append(make_table("Workers", _WORKER_COLUMNS, [_worker_row(worker) for worker in workers]))
     for worker in workers:
         if worker.get("state") == "refused":
             fields = worker.get("refused_fields") or worker.get("reason")
@@ -122,9 +108,21 @@ def _rows(value: Any) -> list[dict[str, Any]]:
     return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
 
 
-def _short_id(name: str, value: Any) -> Any:
-    """Eight digits tell incarnations apart for people; --json has all of them."""
-    return value[:8] if name == "incarnation" and isinstance(value, str) else value
+def _worker_row(worker: dict[str, Any]) -> list[object]:
+    """One line per worker that fits into 80 columns; --json has everything, the whole incarnation too."""
+    used, blocks = worker.get("used_blocks"), worker.get("pool_blocks")
+    incarnation = worker.get("incarnation")
+    return [
+        worker.get("id"),
+        worker.get("state"),
+        worker.get("pid"),
+        worker.get("node"),
+        None if blocks is None else f"{'?' if used is None else used}/{blocks}",
+        worker.get("quarantined_blocks"),
+        worker.get("running"),
+        worker.get("waiting"),
+        incarnation[:8] if isinstance(incarnation, str) else None,
+    ]
 
 
 def _words(value: Any) -> str:

@@ -44,8 +44,23 @@ JOURNAL = {
     "phase": "interrupted",
     "first_delta_sent": True,
     "delivered_output_tokens": 37,
-    "phases": [{"phase": "admitted", "at_ms": 0.0}, {"phase": "decoding", "at_ms": 12.3456}],
-    "attempts": [{"attempt_id": "a1", "epoch": 1, "prefill": {"worker_id": "prefill-0", "pid": 11}, "reason": None}],
+    "attempts": [
+        {
+            "attempt_id": "att-0123456789",
+            "epoch": 1,
+            "prefill": {"worker_id": "prefill-0", "pid": 11, "incarnation": "0123456789abcdef"},
+            "decode": None,
+            "started_ns": 100_000,
+            "ended_ns": None,
+            "end_reason": None,
+            "received_tokens": 41,
+            "fenced": False,
+        }
+    ],
+    "events": [
+        {"at_ns": 0, "event": "phase", "phase": "admitted"},
+        {"at_ns": 12_345_600, "event": "prefill_ended", "epoch": 1, "spans_ns": {"hand_off": 3_000_000}},
+    ],
     "interruption": {"reason": "worker_exited", "retryable": False},
 }
 
@@ -95,12 +110,13 @@ def test_a_stranger_on_the_port_is_named(endpoint: Endpoint, capsys: pytest.Capt
 
 
 def test_request_shows_the_timeline(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
-    """Facts, phases, attempts and the interruption are all there."""
+    """Facts, attempts, the timeline in milliseconds and the interruption are all there."""
     endpoint.scripts["/v1/requests/req-1"] = answer_json(JOURNAL)
     assert cli.run(["request", "req-1", "--url", endpoint.url]) == 0
     out = capsys.readouterr().out
-    for words in ("interrupted", "yes", "12.346", "worker_id=prefill-0, pid=11", "worker_exited", "Attempts", "Phases"):
+    for words in ("interrupted", "yes", "12.3", "hand off 3.0 ms", "worker_exited", "Attempts", "Timeline", "admitted"):
         assert words in out
+    assert "prefill-" in out and "41" in out
     assert cli.run(["request", "req-1", "--url", endpoint.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == JOURNAL
 
