@@ -1,20 +1,21 @@
 """Block transport over UCX.
 
-One thread owns the UCX context, worker and endpoints; everybody else hands it commands. It sleeps on its command
-queue while nothing is in flight, because the receiving side is told over the control channel when blocks were
-posted. Endpoints are made from worker addresses.
+One thread owns the UCX device and the links; everybody else hands it commands. It sleeps while nothing moves, on a
+descriptor that commands, peers and the network wake. Endpoints are made from worker addresses.
 
-Same host: endpoint error handling off, so that UCX takes shared memory and cross-memory attach, with the receiver
-copying (``UCX_RNDV_SCHEME=get_zcopy``): a stopped sender that wakes up then has nothing to write. Other hosts: error
-handling on, so that UCX takes a network transport and reports a broken connection by itself.
+Same host: shared memory and cross-memory attach, the receiver copies; a dead peer is not noticed here, so callers
+must say so (``peer_lost``). Other hosts: a network transport, which reports a broken connection by itself; the link
+is then closed and can be made anew once both sides have called ``peer_lost``.
+
+Life cycle of a link: connect -> warming -> ready -> closing -> gone. Blocks move on ready links only.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,388 +24,365 @@ from typing import Any
 import numpy as np
 
 from kvstore.digest import block_digest
-from kvstore.errors import DeadlineExceeded, EnvironmentProblem, PeerLost
-from kvstore.transport.base import BlockReceive, BlockSend, Results, Transport, TransferResult
+from kvstore.errors import DeadlineExceeded, PeerLost
+from kvstore.transport.base import BlockReceive, BlockSend, Results, TransferResult, Transport
+from kvstore.transport.transfers import Batch, Direction, RequestEnd, TransferBook, bytes_of, fail, running
+from kvstore.transport.ucx_device import UcxDevice
 
 logger = logging.getLogger(__name__)
 
-UCX_CONFIG = {"RNDV_SCHEME": "get_zcopy"}
 WARM_TAG_BIT = 1 << 63
 """Block tags have 63 bits; the upper half belongs to warm-up messages."""
 WARM_BYTES = 256 << 10
 """Large enough for the rendezvous path that blocks take."""
-SPIN_STEPS = 200
-"""Progress calls without a completion before the thread gives the core away for a moment."""
-PAUSE_S = 50e-6
-ZOMBIE_POLL_S = 0.02
+SPIN_S = 60e-6
+"""How long the thread keeps looking after something moved, while a peer's next piece is probably on its way."""
+WAIT_S_MAX = 0.05
+"""Bound of a sleep while something is in flight, should a wake-up ever be missed."""
+IDLE_WAIT_S = 1.0
+NAP_S = 200e-6
+"""Pause of a sender whose receivers copy by themselves: without it, every block's acknowledgement would wake it."""
+NAP_BLOCK_BYTES = 64 << 10
+"""Blocks from this size on move by the receiver's copy alone; smaller ones need the sender's help."""
 CLOSE_DEADLINE_S = 1.0
+"""How long an endpoint may take to close before others stop waiting for it."""
 CALL_MARGIN_S = 2.0
+"""How much longer a caller waits than its deadline, so that the transport's own answer arrives first."""
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Transfers that were asked for together and report together."""
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something to do on the transport's thread; a fault in it goes to ``future``."""
 
-    peer: str
-    tags: list[int]
-    requests: list[Any]
-    buffers: list[Any]
-    deadline: float
-    future: Future[Results]
-    receives: Sequence[BlockReceive] | None
-    results: list[TransferResult | None] = field(default_factory=list)
-    num_open: int = 0
+    run: Callable[[], None]
+    future: Future[Any] | None = None
 
 
-@dataclass(slots=True)
-class _Zombie:
-    """A transfer that was given up but may still touch memory; keeps that memory referenced."""
+@dataclass(frozen=True, slots=True)
+class _Waiter:
+    """Somebody who wants a link to be ready by ``deadline``."""
 
-    peer: str
-    tag: int
-    request: Any
-    buffer: Any
-    is_receive: bool
-
-
-@dataclass(slots=True)
-class _Warming:
-    """A connect under way."""
-
-    peer: str
-    requests: list[Any]
-    buffers: list[Any]
     deadline: float
     future: Future[None]
 
 
+@dataclass(slots=True)
+class _Link:
+    """The way to one peer."""
+
+    peer: str
+    endpoint: Any
+    same_host: bool
+    waiters: list[_Waiter]
+    warm_buffers: list[np.ndarray]
+    warm_requests: list[Any] = field(default_factory=list)
+    is_ready: bool = False
+
+
+@dataclass(slots=True)
+class _Closing:
+    """The end of a link, or a question for its end."""
+
+    peer: str
+    request: Any
+    """None when there is no endpoint to close any more."""
+    link: _Link | None
+    deadline: float
+    proved_dead: bool
+    future: Future[None]
+
+
 class UcxTransport(Transport):
-    """See the module. ``progress`` runs on one thread only, the transport's own."""
+    """See the module."""
 
     name = "ucx"
 
     def __init__(self) -> None:
         """Raises: EnvironmentProblem when UCX cannot be loaded or opened."""
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._endpoints: dict[str, Any] = {}
-        self._connecting: dict[str, Future[None]] = {}
-        self._batches: list[_Batch] = []
-        self._warmings: list[_Warming] = []
-        self._zombies: list[_Zombie] = []
-        self._outstanding: dict[str, set[int]] = {}
+        self._commands: deque[_Command] = deque()
         self._lock = threading.Lock()
-        self._stats = dict.fromkeys(
-            ("ucx_sent_blocks", "ucx_sent_bytes", "ucx_received_blocks", "ucx_received_bytes", "ucx_corrupt_blocks",
-             "ucx_timeouts", "ucx_peers_lost"), 0,
-        )
-        self._closed = False
+        self._is_open = True
+        """Guarded by the lock together with appending: a command accepted while open is carried out."""
+        self._is_ending = False
+        self._links: dict[str, _Link] = {}
+        self._closings: list[_Closing] = []
+        self._held: dict[str, list[_Link]] = {}
+        """Links that UCX did not let go of cleanly, with the memory of their warm-up, by peer."""
+        self._device: UcxDevice
+        self._book: TransferBook
+        self._busy_until = 0.0
         opened: Future[bytes] = Future()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="kopir-ucx", daemon=True)
         self._thread.start()
         self._address = opened.result()
 
-    # --- any thread -----------------------------------------------------------------------------------------
+    # --- any thread -------------------------------------------------------------------------------------------
 
     def address(self) -> bytes:
         return self._address
 
     def connect(self, peer: str, address: bytes, *, same_host: bool, deadline_s: float) -> None:
-        with self._lock:
-            future = self._connecting.get(peer)
-            if future is None or (future.done() and future.exception() is not None):
-                future = self._connecting[peer] = Future()
-                deadline = time.monotonic() + deadline_s
-                fresh = future
-                self._commands.put(lambda: self._connect(peer, address, same_host, deadline, fresh))
+        waiter = _Waiter(time.monotonic() + deadline_s, running(Future()))
+        if not self._enqueue(lambda: self._connect(peer, address, same_host, waiter), waiter.future):
+            raise PeerLost("the transport is closed")
         try:
-            future.result(deadline_s + CALL_MARGIN_S)
+            waiter.future.result(deadline_s + CALL_MARGIN_S)
         except TimeoutError as error:
             raise DeadlineExceeded(f"no transport link to {peer} within {deadline_s} s") from error
 
     def push(self, peer: str, sends: Sequence[BlockSend], *, deadline_s: float) -> Future[Results]:
-        future: Future[Results] = Future()
+        buffers = [bytes_of(send.block, is_written=False) for send in sends]
+        tags = [send.tag for send in sends]
         deadline = time.monotonic() + deadline_s
-        self._submit(lambda: self._push(peer, sends, deadline, future), future, len(sends))
-        return future
+        return self._submit(Batch(peer, Direction.SEND, tags, [None] * len(tags), deadline, running(Future()), buffers))
 
     def receive(self, peer: str, receives: Sequence[BlockReceive], *, deadline_s: float) -> Future[Results]:
-        future: Future[Results] = Future()
+        buffers = [bytes_of(receive.block, is_written=True) for receive in receives]
+        tags, digests = [receive.tag for receive in receives], [receive.digest for receive in receives]
         deadline = time.monotonic() + deadline_s
-        self._submit(lambda: self._receive(peer, receives, deadline, future), future, len(receives))
-        return future
+        return self._submit(Batch(peer, Direction.RECEIVE, tags, digests, deadline, running(Future()), buffers))
 
     def peer_lost(self, peer: str, *, proved_dead: bool) -> Future[None]:
-        future: Future[None] = Future()
-        if self._closed:
+        future: Future[None] = running(Future())
+        if not self._enqueue(lambda: self._peer_lost(peer, proved_dead, future), future):
             future.set_result(None)
-        else:
-            self._commands.put(lambda: self._peer_lost(peer, proved_dead, future))
         return future
 
     def outstanding(self, peer: str) -> frozenset[int]:
-        with self._lock:
-            return frozenset(self._outstanding.get(peer, ()))
+        return self._book.outstanding(peer)
 
     def stats(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._stats)
+        return self._book.stats()
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._commands.put(None)
-        self._thread.join(CLOSE_DEADLINE_S * 2)
+        self._enqueue(self._end, None, is_last=True)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * CLOSE_DEADLINE_S)
 
-    def _submit(self, command: Callable[[], None], future: Future[Results], num_blocks: int) -> None:
-        if self._closed:
-            future.set_result([TransferResult.PEER_LOST] * num_blocks)
-        else:
-            self._commands.put(command)
+    def _submit(self, batch: Batch) -> Future[Results]:
+        self._book.admit(batch.peer, batch.direction, batch.tags)
+        if not self._enqueue(lambda: self._post(batch), batch.future):
+            self._refuse(batch)
+        return batch.future
 
-    # --- the transport's thread -------------------------------------------------------------------------------
+    def _enqueue(self, run: Callable[[], None], future: Future[Any] | None, *, is_last: bool = False) -> bool:
+        """Returns False when the transport is closed."""
+        with self._lock:
+            if not self._is_open:
+                return False
+            self._is_open = not is_last
+            self._commands.append(_Command(run, future))
+            # Inside the lock, because the end of the thread closes what this writes to.
+            self._device.wake()
+        return True
+
+    def _refuse(self, batch: Batch) -> None:
+        """Ends a batch of which nothing was posted: PEER_LOST, and settled, because nobody knows its memory."""
+        self._book.retract(batch.peer, batch.direction, batch.tags)
+        self._book.count("lost_blocks", len(batch.tags))
+        batch.future.set_result([TransferResult.PEER_LOST] * len(batch.tags))
+
+    # --- the transport's thread: loop -------------------------------------------------------------------------
 
     def _run(self, opened: Future[bytes]) -> None:
         try:
-            self._open()
-            opened.set_result(bytes(self._lib.UCXAddress.create_from_worker(self._worker)))
-        except Exception as error:
-            opened.set_exception(EnvironmentProblem(f"UCX cannot be used: {error}"))
+            # Made on this thread, because UCX gives its worker to one thread only.
+            self._device = UcxDevice()
+            self._book = TransferBook(self.name, self._device.ended)
+            self._book.on_settled = self._notify_settled
+            self._book.on_broken = self._on_broken
+        except BaseException as error:
+            opened.set_exception(error)
             return
-        idle_steps = 0
-        while self._take_commands():
-            if not self._batches and not self._warmings and not self._zombies:
-                continue
-            self._worker.progress()
-            if self._collect():
-                idle_steps = 0
-                continue
-            idle_steps += 1
-            # A receiver is told when its blocks are there, so it may spin; a sender waits for somebody else.
-            if idle_steps > SPIN_STEPS or not any(batch.receives for batch in self._batches):
-                time.sleep(PAUSE_S)
-        self._end_all()
-
-    def _open(self) -> None:
-        # Imported on this thread: the library must not be loaded where nobody transfers.
-        from ucxx._lib import libucxx
-        from ucxx._lib.arr import Array
-
-        self._lib = libucxx
-        self._array = Array
-        self._context = libucxx.UCXContext(UCX_CONFIG)
-        self._worker = libucxx.UCXWorker(self._context)
-
-    def _take_commands(self) -> bool:
-        """Carries out waiting commands; sleeps while nothing is in flight. Returns False to end."""
-        busy = bool(self._batches or self._warmings)
-        timeout = None if not self._zombies else ZOMBIE_POLL_S
-        while True:
-            try:
-                command = self._commands.get(block=not busy, timeout=timeout)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-            busy = True
-
-    def _connect(self, peer: str, address: bytes, same_host: bool, deadline: float, future: Future[None]) -> None:
+        opened.set_result(self._device.address)
         try:
-            endpoint = self._lib.UCXEndpoint.create_from_worker_address(
-                self._worker,
-                self._lib.UCXAddress.create_from_buffer(address),
-                endpoint_error_handling=not same_host,
-            )
-            self._endpoints[peer] = endpoint
-            out, into = np.ones(WARM_BYTES, np.uint8), np.zeros(WARM_BYTES, np.uint8)
-            requests = [
-                endpoint.tag_send(self._array(out), tag=self._lib.UCXXTag(_warm_tag(self._address))),
-                endpoint.tag_recv(self._array(into), tag=self._lib.UCXXTag(_warm_tag(address))),
-            ]
-            self._warmings.append(_Warming(peer, requests, [out, into], deadline, future))
-        except Exception as error:
-            future.set_exception(PeerLost(f"no transport link to {peer}: {error}"))
+            while not self._is_ending:
+                self._step()
+        except Exception:
+            # Nobody may wait for a thread that is gone: from here on every call ends with PEER_LOST.
+            logger.exception("transport_failed")
+        finally:
+            self._end_all()
 
-    def _push(self, peer: str, sends: Sequence[BlockSend], deadline: float, future: Future[Results]) -> None:
-        endpoint = self._endpoints.get(peer)
-        if endpoint is None:
-            future.set_result([TransferResult.PEER_LOST] * len(sends))
-            return
-        buffers = [np.frombuffer(send.block, np.uint8) for send in sends]
-        requests = [
-            endpoint.tag_send(self._array(buffer), tag=self._lib.UCXXTag(send.tag))
-            for send, buffer in zip(sends, buffers, strict=True)
-        ]
-        self._begin(_Batch(peer, [send.tag for send in sends], requests, buffers, deadline, future, None))
-
-    def _receive(self, peer: str, receives: Sequence[BlockReceive], deadline: float, future: Future[Results]) -> None:
-        endpoint = self._endpoints.get(peer)
-        if endpoint is None:
-            future.set_result([TransferResult.PEER_LOST] * len(receives))
-            return
-        buffers = [np.frombuffer(receive.block, np.uint8) for receive in receives]
-        requests = [
-            endpoint.tag_recv(self._array(buffer), tag=self._lib.UCXXTag(receive.tag))
-            for receive, buffer in zip(receives, buffers, strict=True)
-        ]
-        tags = [receive.tag for receive in receives]
-        self._begin(_Batch(peer, tags, requests, buffers, deadline, future, receives))
-
-    def _begin(self, batch: _Batch) -> None:
-        batch.results = [None] * len(batch.tags)
-        batch.num_open = len(batch.tags)
-        with self._lock:
-            self._outstanding.setdefault(batch.peer, set()).update(batch.tags)
-        self._batches.append(batch)
-
-    def _collect(self) -> bool:
-        """Reports what has completed or run out of time. Returns True when something moved."""
-        moved = False
+    def _step(self) -> None:
+        moved = self._run_commands()
+        moved |= self._device.progress()
         now = time.monotonic()
-        for batch in tuple(self._batches):
-            moved |= self._collect_batch(batch)
-            if batch.num_open and now >= batch.deadline:
-                self._give_up(batch, TransferResult.TIMEOUT)
-            if not batch.num_open:
-                self._batches.remove(batch)
-                _resolve(batch.future, [result for result in batch.results if result is not None])
-        for warming in tuple(self._warmings):
-            if all(request.completed for request in warming.requests):
-                self._warmings.remove(warming)
-                _resolve_connect(warming)
-                moved = True
-            elif now >= warming.deadline:
-                self._warmings.remove(warming)
-                self._zombies += [
-                    _Zombie(warming.peer, -1, request, buffer, False)
-                    for request, buffer in zip(warming.requests, warming.buffers, strict=True)
-                    if not request.completed
-                ]
-                warming.future.set_exception(DeadlineExceeded(f"the link to {warming.peer} did not warm up in time"))
-        return self._collect_zombies() or moved
+        moved |= self._book.collect(now)
+        moved |= self._collect_links(now)
+        if moved:
+            self._busy_until = now + SPIN_S
+        elif now >= self._busy_until:
+            self._rest(now)
 
-    def _collect_batch(self, batch: _Batch) -> bool:
-        moved = False
-        for index, request in enumerate(batch.requests):
-            if batch.results[index] is not None or not request.completed:
-                continue
-            moved = True
-            batch.num_open -= 1
-            batch.results[index] = self._verdict(batch, index, request)
-        return moved
-
-    def _verdict(self, batch: _Batch, index: int, request: Any) -> TransferResult:
-        """Result of one completed transfer; a receive is verified here."""
-        kind = "received" if batch.receives is not None else "sent"
-        with self._lock:
-            self._outstanding[batch.peer].discard(batch.tags[index])
-        try:
-            request.check_error()
-        except Exception as error:
-            logger.warning("transfer_failed peer=%s tag=%d error=%s", batch.peer, batch.tags[index], error)
-            self._count("ucx_peers_lost", 1)
-            return TransferResult.PEER_LOST
-        self._count(f"ucx_{kind}_blocks", 1)
-        self._count(f"ucx_{kind}_bytes", batch.buffers[index].nbytes)
-        if batch.receives is not None:
-            expected = batch.receives[index].digest
-            if expected is not None and block_digest(batch.buffers[index]) != expected:
-                self._count("ucx_corrupt_blocks", 1)
-                return TransferResult.CORRUPT
-        return TransferResult.OK
-
-    def _give_up(self, batch: _Batch, result: TransferResult) -> None:
-        for index, request in enumerate(batch.requests):
-            if batch.results[index] is None:
-                batch.results[index] = result
-                batch.num_open -= 1
-                if result is TransferResult.TIMEOUT:
-                    self._count("ucx_timeouts", 1)
-                self._zombies.append(
-                    _Zombie(batch.peer, batch.tags[index], request, batch.buffers[index], batch.receives is not None)
-                )
-
-    def _collect_zombies(self) -> bool:
-        done = [zombie for zombie in self._zombies if zombie.request.completed]
-        if not done:
-            return False
-        self._zombies = [zombie for zombie in self._zombies if not zombie.request.completed]
-        self._settle(done)
-        return True
-
-    def _settle(self, zombies: list[_Zombie]) -> None:
-        with self._lock:
-            for zombie in zombies:
-                self._outstanding.get(zombie.peer, set()).discard(zombie.tag)
-        tags = [zombie.tag for zombie in zombies if zombie.is_receive]
-        if tags and self.on_settled is not None:
-            self.on_settled(tags)
-
-    def _peer_lost(self, peer: str, proved_dead: bool, future: Future[None]) -> None:
-        for batch in [batch for batch in self._batches if batch.peer == peer]:
-            self._collect_batch(batch)
-            self._give_up(batch, TransferResult.PEER_LOST)
-            self._batches.remove(batch)
-            _resolve(batch.future, [result for result in batch.results if result is not None])
-        for warming in [warming for warming in self._warmings if warming.peer == peer]:
-            self._warmings.remove(warming)
-            warming.future.set_exception(PeerLost(f"{peer} is gone"))
-        self._close_endpoint(peer)
-        with self._lock:
-            self._connecting.pop(peer, None)
-        if proved_dead:
-            dead = [zombie for zombie in self._zombies if zombie.peer == peer]
-            self._zombies = [zombie for zombie in self._zombies if zombie.peer != peer]
-            self._settle(dead)
-        self._count("ucx_peers_lost", 1)
-        future.set_result(None)
-
-    def _close_endpoint(self, peer: str) -> None:
-        """Dropping an endpoint is not enough: only a closed one lets the worker go on to serve others."""
-        endpoint = self._endpoints.pop(peer, None)
-        if endpoint is None:
+    def _rest(self, now: float) -> None:
+        """Gives the core away until something may have happened."""
+        is_warming = any(link.waiters for link in self._links.values())
+        if not (self._book.num_batches or self._book.num_given_up or self._closings or is_warming):
+            self._device.sleep(IDLE_WAIT_S)
             return
-        try:
-            closing = endpoint.close()
-            deadline = time.monotonic() + CLOSE_DEADLINE_S
-            while not closing.completed and time.monotonic() < deadline:
-                self._worker.progress()
-        except Exception as error:
-            logger.warning("endpoint_close_failed peer=%s error=%s", peer, error)
+        batches = self._book.batches()
+        if batches and all(batch.is_passive for batch in batches):
+            time.sleep(NAP_S)
+        deadline = self._book.next_deadline()
+        self._device.sleep(WAIT_S_MAX if deadline is None else min(WAIT_S_MAX, max(0.0, deadline - now)))
+
+    def _run_commands(self) -> bool:
+        """Carries out the commands that wait. One that fails is logged and ends with its fault."""
+        ran = False
+        while self._commands:
+            command = self._commands.popleft()
+            ran = True
+            try:
+                command.run()
+            except Exception as error:
+                logger.exception("command_failed")
+                if command.future is not None and not command.future.done():
+                    command.future.set_exception(error)
+        return ran
+
+    def _end(self) -> None:
+        self._is_ending = True
 
     def _end_all(self) -> None:
-        for peer in list(self._endpoints):
-            self._peer_lost(peer, False, Future())
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except queue.Empty:
-                return
-            if command is not None:
-                # Endpoints are gone, so each late command ends at once with PEER_LOST.
-                command()
-
-    def _count(self, name: str, amount: int) -> None:
+        """Ends everything, also after a fault of this thread: no future stays open."""
         with self._lock:
-            self._stats[name] += amount
+            self._is_open = False
+        try:
+            self._run_commands()
+            for peer in tuple(self._links):
+                self._lose_link(peer, proved_dead=False, future=running(Future()))
+            deadline = time.monotonic() + CLOSE_DEADLINE_S
+            while self._closings and time.monotonic() < deadline:
+                self._device.progress()
+                self._collect_links(time.monotonic())
+        except Exception:
+            logger.exception("transport_end_failed")
+        self._book.give_up_all()
+        for closing in self._closings:
+            fail(closing.future, PeerLost(f"the transport ended before the link to {closing.peer} was closed"))
+        for link in self._links.values():
+            self._fail_waiters(link, PeerLost("the transport ended"))
+        self._device.close()
+
+    # --- the transport's thread: transfers --------------------------------------------------------------------
+
+    def _post(self, batch: Batch) -> None:
+        link = self._links.get(batch.peer)
+        if link is None or not link.is_ready:
+            self._refuse(batch)
+            return
+        is_send = batch.direction is Direction.SEND
+        post = self._device.send if is_send else self._device.receive
+        try:
+            for tag, buffer in zip(batch.tags, batch.buffers, strict=True):
+                batch.requests.append(post(link.endpoint, buffer, tag))
+        except PeerLost as error:
+            logger.warning("post_failed peer=%s error=%s", batch.peer, error)
+        batch.is_passive = (
+            is_send and link.same_host and all(buffer.nbytes >= NAP_BLOCK_BYTES for buffer in batch.buffers)
+        )
+        self._book.begin(batch)
+
+    def _notify_settled(self, tags: list[int]) -> None:
+        if self.on_settled is not None:
+            self.on_settled(tags)
+
+    # --- the transport's thread: links ------------------------------------------------------------------------
+
+    def _connect(self, peer: str, address: bytes, same_host: bool, waiter: _Waiter) -> None:
+        link = self._links.get(peer)
+        if link is not None:
+            # A warm-up that ran out of time goes on: a second one's message would end in the first one's receive.
+            link.waiters.append(waiter)
+            return
+        try:
+            endpoint = self._device.connect(address, same_host=same_host)
+        except PeerLost as error:
+            fail(waiter.future, PeerLost(f"no transport link to {peer}: {error}"))
+            return
+        out, into = np.ones(WARM_BYTES, np.uint8), np.zeros(WARM_BYTES, np.uint8)
+        link = self._links[peer] = _Link(peer, endpoint, same_host, [waiter], [out, into])
+        try:
+            link.warm_requests.append(self._device.receive(endpoint, into, warm_tag(address)))
+            link.warm_requests.append(self._device.send(endpoint, out, warm_tag(self._address)))
+        except PeerLost:
+            self._lose_link(peer, proved_dead=False, future=running(Future()))
+
+    def _collect_links(self, now: float) -> bool:
+        """Answers those who wait for a link to be ready or closed. Returns True when somebody was answered."""
+        moved = False
+        for link in tuple(self._links.values()):
+            if link.waiters:
+                moved |= self._collect_warming(link, now)
+        for closing in tuple(self._closings):
+            if self._is_closed(closing, now):
+                self._closings.remove(closing)
+                self._on_closed(closing)
+                moved = True
+        return moved
+
+    def _collect_warming(self, link: _Link, now: float) -> bool:
+        if not link.is_ready and all(request.completed for request in link.warm_requests):
+            if any(self._device.ended(request) is not RequestEnd.DONE for request in link.warm_requests):
+                self._on_broken(link.peer)
+                return True
+            link.is_ready = True
+            link.warm_requests, link.warm_buffers = [], []
+        if link.is_ready:
+            for waiter in link.waiters:
+                waiter.future.set_result(None)
+            link.waiters = []
+            return True
+        late = [waiter for waiter in link.waiters if now >= waiter.deadline]
+        for waiter in late:
+            link.waiters.remove(waiter)
+            fail(waiter.future, DeadlineExceeded(f"the link to {link.peer} did not warm up in time"))
+        return bool(late)
+
+    def _on_broken(self, peer: str) -> None:
+        """UCX reported a broken connection. The link goes, so that a later connect makes a new one."""
+        if peer in self._links:
+            logger.warning("link_broken peer=%s", peer)
+            self._lose_link(peer, proved_dead=False, future=running(Future()))
+
+    def _peer_lost(self, peer: str, proved_dead: bool, future: Future[None]) -> None:
+        self._book.count("peers_lost")
+        self._lose_link(peer, proved_dead=proved_dead, future=future)
+
+    def _lose_link(self, peer: str, *, proved_dead: bool, future: Future[None]) -> None:
+        """Ends what is in flight with ``peer`` and starts to close its link; ``future`` is done when that is over."""
+        link = self._links.pop(peer, None)
+        request = None
+        if link is not None:
+            request = self._device.close_endpoint(link.endpoint)
+            self._fail_waiters(link, PeerLost(f"{peer} is gone"))
+        self._closings.append(_Closing(peer, request, link, time.monotonic() + CLOSE_DEADLINE_S, proved_dead, future))
+        self._book.give_up_peer(peer)
+
+    def _is_closed(self, closing: _Closing, now: float) -> bool:
+        """Returns True when ``closing`` may be answered: closed, or overdue and nothing is promised about memory."""
+        if next(other for other in self._closings if other.peer == closing.peer) is not closing:
+            # A question for the end of a link that is still closing waits for it.
+            return False
+        if closing.request is None or closing.request.completed:
+            return True
+        return now >= closing.deadline and not closing.proved_dead
+
+    def _on_closed(self, closing: _Closing) -> None:
+        if closing.link is not None:
+            self._held.setdefault(closing.peer, []).append(closing.link)
+        if closing.proved_dead:
+            self._held.pop(closing.peer, None)
+            self._book.settle_peer(closing.peer)
+        closing.future.set_result(None)
+
+    def _fail_waiters(self, link: _Link, error: Exception) -> None:
+        for waiter in link.waiters:
+            fail(waiter.future, error)
+        link.waiters = []
 
 
-def _warm_tag(address: bytes) -> int:
+def warm_tag(address: bytes) -> int:
     """Returns the tag of the warm-up message of the transport that lives at ``address``."""
     return WARM_TAG_BIT | (int.from_bytes(block_digest(address)[:8], "little") & (WARM_TAG_BIT - 1))
-
-
-def _resolve(future: Future[Results], results: Results) -> None:
-    if not future.done():
-        future.set_result(results)
-
-
-def _resolve_connect(warming: _Warming) -> None:
-    try:
-        for request in warming.requests:
-            request.check_error()
-    except Exception as error:
-        warming.future.set_exception(PeerLost(f"no transport link to {warming.peer}: {error}"))
-        return
-    warming.future.set_result(None)

@@ -1,0 +1,346 @@
+"""The book of transfers: what was asked for, what has ended, what may still touch memory.
+
+Shared by every backend. A backend hands over request objects (anything with ``completed``) and says how a completed
+one ended; the book verifies digests, keeps deadlines, resolves futures and remembers what is not settled.
+
+Life cycle of a transfer: admitted (outstanding) -> posted in a batch -> verdict | given up -> settled. Given up means
+reported as TIMEOUT or PEER_LOST while its memory may still be touched; the book then holds that memory until the
+request completes cleanly (settled) or the peer is proved dead (settled by ``settle_peer``).
+
+``admit``, ``retract``, ``outstanding`` and ``stats`` may be called on any thread, the rest only on the backend's own.
+The book never moves a byte and never reads a clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvstore.digest import block_digest
+from kvstore.errors import BadInput
+from kvstore.transport.base import TAG_MAX, Results, TransferResult
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_BATCH_BLOCKS = 1 << 16
+SCAN_BLOCKS = 64
+"""Open transfers of a batch looked at in one step; they complete nearly in the order in which they were posted."""
+VERIFY_BLOCKS = 4
+"""Blocks of a batch verified in one step, so that a long batch does not delay other peers."""
+
+
+class Direction(Enum):
+    SEND = "sent"
+    RECEIVE = "received"
+
+
+class RequestEnd(Enum):
+    """How a completed request ended."""
+
+    DONE = "done"
+    DAMAGED = "damaged"
+    """Over, and nobody touches the memory any more, but the bytes are not those that were asked for."""
+    BROKEN = "broken"
+    """Given up by the backend; the other side may still touch the memory."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Transfers that were asked for together and report together; one entry per block in every list."""
+
+    peer: str
+    direction: Direction
+    tags: list[int]
+    digests: list[bytes | None]
+    deadline: float
+    future: Future[Results]
+    buffers: list[Any] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
+    results: list[TransferResult | None] = field(default_factory=list)
+    open_idx: list[int] = field(default_factory=list)
+    """Indices without a result, ascending."""
+    is_passive: bool = False
+    """True when the other side moves these bytes without help."""
+
+
+@dataclass(slots=True)
+class _GivenUp:
+    """A transfer that has its result but may still touch memory; keeps that memory referenced."""
+
+    peer: str
+    direction: Direction
+    tag: int
+    request: Any
+    buffer: Any
+
+
+class TransferBook:
+    """See the module. ``name`` prefixes the counters; ``ended`` tells how a completed request ended."""
+
+    def __init__(self, name: str, ended: Callable[[Any], RequestEnd]) -> None:
+        self.on_settled: Callable[[list[int]], None] | None = None
+        self.on_broken: Callable[[str], None] = lambda peer: None
+        """Called with a peer whose request broke."""
+        self._name = name
+        self._ended = ended
+        self._batches: list[Batch] = []
+        self._given_up: list[_GivenUp] = []
+        self._unproved: dict[str, list[_GivenUp]] = {}
+        self._lock = threading.Lock()
+        self._outstanding: dict[str, set[tuple[Direction, int]]] = {}
+        self._stats = dict.fromkeys(
+            (
+                f"{name}_sent_blocks",
+                f"{name}_sent_bytes",
+                f"{name}_received_blocks",
+                f"{name}_received_bytes",
+                f"{name}_corrupt_blocks",
+                f"{name}_timeouts",
+                f"{name}_lost_blocks",
+                f"{name}_late_blocks",
+                f"{name}_peers_lost",
+            ),
+            0,
+        )
+
+    # --- any thread -------------------------------------------------------------------------------------------
+
+    def admit(self, peer: str, direction: Direction, tags: Sequence[int]) -> None:
+        """Marks tags outstanding. Raises: BadInput for a tag out of range, given twice or outstanding already."""
+        if len(tags) > MAX_BATCH_BLOCKS:
+            raise BadInput("blocks", len(tags), f"at most {MAX_BATCH_BLOCKS} at a time")
+        keys = {(direction, tag) for tag in tags}
+        if len(keys) != len(tags):
+            raise BadInput("tag", list(tags), "a tag is given once")
+        for tag in tags:
+            if not 0 <= tag <= TAG_MAX:
+                raise BadInput("tag", tag, f"must lie in [0, {TAG_MAX}]")
+        with self._lock:
+            known = self._outstanding.setdefault(peer, set())
+            twice = known & keys
+            if twice:
+                raise BadInput("tag", sorted(tag for _direction, tag in twice), "is in flight already")
+            known |= keys
+
+    def outstanding(self, peer: str) -> frozenset[int]:
+        """Returns the tags of transfers with ``peer`` that are not settled."""
+        with self._lock:
+            return frozenset(tag for _direction, tag in self._outstanding.get(peer, ()))
+
+    def stats(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._stats)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Adds to the counter ``<book name>_<name>``."""
+        with self._lock:
+            self._stats[f"{self._name}_{name}"] += amount
+
+    def retract(self, peer: str, direction: Direction, tags: Sequence[int]) -> None:
+        """Forgets admitted tags that were never posted, so that nobody can touch their memory."""
+        with self._lock:
+            known = self._outstanding.get(peer)
+            if known is None:
+                return
+            known.difference_update((direction, tag) for tag in tags)
+            if not known:
+                del self._outstanding[peer]
+
+    # --- the backend's thread ---------------------------------------------------------------------------------
+
+    @property
+    def num_batches(self) -> int:
+        return len(self._batches)
+
+    @property
+    def num_given_up(self) -> int:
+        return len(self._given_up)
+
+    def batches(self) -> Sequence[Batch]:
+        return self._batches
+
+    def next_deadline(self) -> float | None:
+        """Returns the earliest deadline of a batch, on the clock of ``collect``."""
+        return min((batch.deadline for batch in self._batches), default=None)
+
+    def begin(self, batch: Batch) -> None:
+        """Takes a batch whose admitted transfers were posted; those without a request are PEER_LOST and settled."""
+        num_posted = len(batch.requests)
+        num_lost = len(batch.tags) - num_posted
+        batch.results = [None] * num_posted + [TransferResult.PEER_LOST] * num_lost
+        batch.open_idx = list(range(num_posted))
+        self.retract(batch.peer, batch.direction, batch.tags[num_posted:])
+        if num_lost:
+            self.count("lost_blocks", num_lost)
+        self._batches.append(batch)
+
+    def collect(self, now: float) -> bool:
+        """Reports what has completed or run out of time by ``now``. Returns True when something ended."""
+        moved = False
+        broken: set[str] = set()
+        for batch in tuple(self._batches):
+            moved |= self._collect_batch(batch, broken, is_last_look=False)
+            if batch.open_idx and now >= batch.deadline:
+                self._collect_batch(batch, broken, is_last_look=True)
+                self._give_up(batch, TransferResult.TIMEOUT)
+            if not batch.open_idx:
+                self._finish(batch)
+                moved = True
+        moved |= self._collect_given_up()
+        for peer in broken:
+            self.on_broken(peer)
+        return moved
+
+    def give_up_peer(self, peer: str) -> None:
+        """Ends every open transfer of ``peer``: with its verdict if it has completed, else with PEER_LOST."""
+        for batch in [batch for batch in self._batches if batch.peer == peer]:
+            self._collect_batch(batch, set(), is_last_look=True)
+            self._give_up(batch, TransferResult.PEER_LOST)
+            self._finish(batch)
+
+    def give_up_all(self) -> None:
+        """Ends every open transfer with PEER_LOST and looks at none of them, for the end of the backend."""
+        for batch in tuple(self._batches):
+            self._give_up(batch, TransferResult.PEER_LOST)
+            self._finish(batch)
+
+    def settle_peer(self, peer: str) -> None:
+        """Settles everything of a peer that is proved dead and whose link is closed. Modifies: ``outstanding``."""
+        done = self._unproved.pop(peer, []) + [item for item in self._given_up if item.peer == peer]
+        self._given_up = [item for item in self._given_up if item.peer != peer]
+        self._settle(done)
+
+    def check_invariants(self) -> None:
+        """Everything in a batch or given up is outstanding, and nothing else is, once nothing waits to be posted."""
+        expected: dict[str, set[tuple[Direction, int]]] = {}
+        for batch in self._batches:
+            for index in batch.open_idx:
+                expected.setdefault(batch.peer, set()).add((batch.direction, batch.tags[index]))
+        for item in [*self._given_up, *(item for items in self._unproved.values() for item in items)]:
+            expected.setdefault(item.peer, set()).add((item.direction, item.tag))
+        with self._lock:
+            assert expected == self._outstanding, f"expected {expected}, outstanding {self._outstanding}"
+
+    def _collect_batch(self, batch: Batch, broken: set[str], *, is_last_look: bool) -> bool:
+        looked = batch.open_idx if is_last_look else batch.open_idx[:SCAN_BLOCKS]
+        ended: list[int] = []
+        requests = batch.requests
+        for index in looked:
+            if requests[index].completed:
+                ended.append(index)
+                batch.results[index] = self._verdict(batch, index, broken)
+                if len(ended) >= VERIFY_BLOCKS and not is_last_look:
+                    break
+        if ended:
+            gone = set(ended)
+            batch.open_idx = [index for index in batch.open_idx if index not in gone]
+        return bool(ended)
+
+    def _verdict(self, batch: Batch, index: int, broken: set[str]) -> TransferResult:
+        """Result of one completed transfer; a receive is verified here."""
+        end = self._ended(batch.requests[index])
+        buffer = batch.buffers[index]
+        if end is RequestEnd.BROKEN:
+            broken.add(batch.peer)
+            self.count("lost_blocks")
+            self._keep_unproved(self._given_up_of(batch, index))
+            return TransferResult.PEER_LOST
+        self._forget(batch.peer, [(batch.direction, batch.tags[index])])
+        digest = batch.digests[index]
+        intact = end is RequestEnd.DONE and (digest is None or block_digest(buffer) == digest)
+        with self._lock:
+            self._stats[f"{self._name}_{batch.direction.value}_blocks"] += 1
+            self._stats[f"{self._name}_{batch.direction.value}_bytes"] += buffer.nbytes
+            if not intact:
+                self._stats[f"{self._name}_corrupt_blocks"] += 1
+        return TransferResult.OK if intact else TransferResult.CORRUPT
+
+    def _give_up(self, batch: Batch, result: TransferResult) -> None:
+        for index in batch.open_idx:
+            batch.results[index] = result
+            self._given_up.append(self._given_up_of(batch, index))
+        self.count("timeouts" if result is TransferResult.TIMEOUT else "lost_blocks", len(batch.open_idx))
+        batch.open_idx = []
+
+    def _finish(self, batch: Batch) -> None:
+        self._batches.remove(batch)
+        batch.future.set_result([result for result in batch.results if result is not None])
+
+    def _collect_given_up(self) -> bool:
+        done = [item for item in self._given_up if item.request.completed]
+        if not done:
+            return False
+        self._given_up = [item for item in self._given_up if not item.request.completed]
+        settled: list[_GivenUp] = []
+        for item in done:
+            if self._ended(item.request) is RequestEnd.BROKEN:
+                # A cancelled request proves nothing about the other side.
+                self._keep_unproved(item)
+            else:
+                self.count("late_blocks")
+                settled.append(item)
+        self._settle(settled)
+        return True
+
+    def _settle(self, items: list[_GivenUp]) -> None:
+        if not items:
+            return
+        for item in items:
+            self._forget(item.peer, [(item.direction, item.tag)])
+        tags = [item.tag for item in items if item.direction is Direction.RECEIVE]
+        if tags and self.on_settled is not None:
+            try:
+                self.on_settled(tags)
+            except Exception:
+                # The listener's fault must not take the transport down with it.
+                logger.exception("on_settled_failed tags=%s", tags)
+
+    def _forget(self, peer: str, keys: list[tuple[Direction, int]]) -> None:
+        with self._lock:
+            known = self._outstanding[peer]
+            known.difference_update(keys)
+            if not known:
+                del self._outstanding[peer]
+
+    def _keep_unproved(self, item: _GivenUp) -> None:
+        self._unproved.setdefault(item.peer, []).append(item)
+
+    def _given_up_of(self, batch: Batch, index: int) -> _GivenUp:
+        return _GivenUp(batch.peer, batch.direction, batch.tags[index], batch.requests[index], batch.buffers[index])
+
+
+def bytes_of(block: memoryview, *, is_written: bool) -> np.ndarray:
+    """Returns the bytes of a block as an array of uint8, without a copy.
+
+    Raises: BadInput for memory that is empty, not contiguous, or read-only though it ``is_written``.
+    """
+    try:
+        array = np.frombuffer(block, np.uint8)
+    except (ValueError, BufferError, TypeError) as error:
+        raise BadInput("block", block, f"not usable as a block: {error}") from error
+    if not array.nbytes:
+        raise BadInput("block", block, "a block has at least 1 byte")
+    if is_written and not array.flags.writeable:
+        raise BadInput("block", block, "the destination of a block must be writable")
+    return array
+
+
+def running(future: Future[T]) -> Future[T]:
+    """Returns ``future`` marked as running, so that no caller can cancel what is already on its way."""
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def fail(future: Future[Any], error: Exception) -> None:
+    """Ends ``future`` with ``error`` unless it has ended."""
+    if not future.done():
+        future.set_exception(error)
