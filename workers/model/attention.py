@@ -1,13 +1,14 @@
 """Attention over a paged KV pool, in which a row's result depends on its own sequence and position alone.
 
 Owns how keys and values are gathered, tiled and summed. Per row: scores against all earlier keys in order, one
-softmax, one weighted sum over the values in order. Keys behind a row's position are masked to minus infinity, which
-makes their weights exact zeros; adding exact zeros changes nothing, so tiles and tails may be padded freely. What
-is left is the order of the sums inside the products, which ``workers.model.linear`` fixes.
+softmax, one weighted sum over the values in tiles of ``KEY_TILE`` positions, added in order. Keys behind a row's
+position are masked to minus infinity, which makes their weights exact zeros; adding exact zeros changes nothing, so
+tiles and tails may be padded freely. What is left is the order of the sums inside the products, which
+``workers.model.linear`` fixes.
 
 Two paths with equal bits: long chunks go head by head over tiles of queries. Single queries of many sequences go
-together, all heads against the blocks as they lie in the pool: a head's weights for keys of other heads are set to
-exact zeros, which costs multiplications and saves the copy that would sort the blocks by head.
+together, all query heads of a sequence against all of its KV heads at once; what does not belong together is computed
+and dropped, which costs multiplications and saves calls.
 
 It never decides which blocks a sequence has.
 """
@@ -28,6 +29,11 @@ QUERY_TILE: Final = 128
 
 KEY_STEP: Final = 64
 """Key counts are padded to multiples of this: fewer kernels to build."""
+
+
+KEY_TILE: Final = 512
+"""Positions whose weighted values are summed in one product. Longer sums would be cut by oneDNN at places that depend
+on their padded length (measured: one piece up to 1,024, pieces of 512 beyond), and so would their bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,27 +129,44 @@ class Attention:
         # Keys before the tile's first position are visible to every row of it.
         visible[:, :, first:].add_(mask)
         weights = torch.softmax(scores, -1)
-        return product(weights, values.t())[: group * num_rows].view(tile.shape)
+        return _weighted_sum(weights, values)[: group * num_rows].view(tile.shape)
 
     def run_singles(self, queries: Tensor, pool: Tensor, layer: int, group: SingleGroup) -> Tensor:
         """Returns the outputs of single rows, float32, (batch, num_heads, head_size), from their rotated queries."""
         batch, num_blocks = group.blocks.shape
         num_kv, per_head = self.num_kv_heads, self.group_size
-        keys, values = _gather(pool, layer, group.blocks.view(-1)).float().view(2, batch, -1, self.head_size)
+        # (2, batch, block, kv_head, token, head)
+        blocks = _gather(pool, layer, group.blocks.view(-1)).view(2, batch, num_blocks, *pool.shape[3:])
+        keys = blocks[0].float().view(batch, -1, self.head_size)
+        # Values in order of position, because they are summed along it; the order of the keys is free.
+        values = torch.empty(batch, num_blocks, pool.shape[4], num_kv, self.head_size)
+        values.copy_(blocks[1].permute(0, 1, 3, 2, 4))
+        values = values.view(batch, -1, num_kv * self.head_size)
         rows = queries * self.scale
         if self.num_heads < MIN_ROWS:
             rows = torch.cat((rows, rows), 1)
         scores = torch.stack([product(rows[i], keys[i]) for i in range(batch)])[:, : self.num_heads]
-        by_block = (batch, num_kv, per_head, num_blocks, num_kv, pool.shape[4])
+        scores = scores.reshape(batch, num_kv, per_head, num_blocks, num_kv, -1)
         # Each head keeps the scores of its own keys: (batch, kv_head, group, block, token), in order of position.
-        own = _own_heads(scores.reshape(by_block)).reshape(batch, self.num_heads, -1).add_(group.mask)
-        weights = torch.softmax(own, -1)
-        spread = torch.zeros(by_block)
-        _own_heads(spread).copy_(weights.view(batch, num_kv, per_head, num_blocks, -1))
-        spread = spread.view(batch, self.num_heads, -1)
+        own = scores.diagonal(dim1=1, dim2=4).permute(0, 4, 1, 2, 3)
+        weights = torch.softmax(own.reshape(batch, self.num_heads, -1).add_(group.mask), -1)
         if self.num_heads < MIN_ROWS:
-            spread = torch.cat((spread, spread), 1)
-        return torch.stack([product(spread[i], values[i].t()) for i in range(batch)])[:, : self.num_heads]
+            weights = torch.cat((weights, weights), 1)
+        out = torch.stack([_weighted_sum(weights[i], values[i]) for i in range(batch)])[:, : self.num_heads]
+        out = out.reshape(batch, num_kv, per_head, num_kv, self.head_size).diagonal(dim1=1, dim2=3)
+        return out.permute(0, 3, 1, 2).reshape(batch, self.num_heads, self.head_size)
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """Returns (rows, width) from (rows, num_keys) and (num_keys, width): tile after tile, in order of position."""
+    num_keys = values.shape[0]
+    if num_keys <= KEY_TILE:
+        return product(weights, values.t())
+    out = product(weights[:, :KEY_TILE].contiguous(), values[:KEY_TILE].t())
+    for first in range(KEY_TILE, num_keys, KEY_TILE):
+        tile = slice(first, first + KEY_TILE)
+        out.add_(product(weights[:, tile].contiguous(), values[tile].t()))
+    return out
 
 
 def _gather(pool: Tensor, layer: int, slots: Tensor) -> Tensor:
@@ -151,14 +174,6 @@ def _gather(pool: Tensor, layer: int, slots: Tensor) -> Tensor:
     first = (slots * pool.shape[1] + layer) * 2
     halves = pool.view(-1, *pool.shape[3:]).index_select(0, torch.cat((first, first + 1)))
     return halves.view(2, -1, *pool.shape[3:])
-
-
-def _own_heads(by_block: Tensor) -> Tensor:
-    """Views (batch, kv_head, group, block, kv_head, token) where both head indexes agree.
-
-    Returns (batch, kv_head, group, block, token).
-    """
-    return by_block.diagonal(dim1=1, dim2=4).permute(0, 4, 1, 2, 3)
 
 
 def _query_tiles(start: int, end: int) -> list[tuple[int, int]]:
