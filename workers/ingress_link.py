@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class IngressLink:
         self._on_granted = on_granted
         self._on_lease_expired = on_lease_expired
         self._leases = LeaseHolder(lease_ms)
-        self._attempts: set[AttemptKey] = set()
+        self._attempts: Counter[AttemptKey] = Counter()
         self._channel: Channel | None = None
         self._frame_seq = 0
         self.connected = asyncio.Event()
@@ -60,15 +61,20 @@ class IngressLink:
     # --- attempts and leases ------------------------------------------------------------------------------
 
     def begin(self, key: AttemptKey) -> None:
-        """Starts to hold a lease for an attempt; the first ask leaves at once."""
-        self._attempts.add(key)
+        """Starts to hold a lease for an attempt; the first ask leaves at once.
+
+        Both sides of a combined worker hold the same attempt: it is held until each has ended it.
+        """
+        self._attempts[key] += 1
         self._leases.begin(*key, now_ns=self._clock_ns())
         self._ask()
 
     def end(self, key: AttemptKey) -> None:
-        """Stops asking for an attempt's lease."""
-        self._attempts.discard(key)
-        self._leases.end(*key)
+        """One side lets an attempt go."""
+        self._attempts[key] -= 1
+        if self._attempts[key] <= 0:
+            del self._attempts[key]
+            self._leases.end(*key)
 
     @property
     def num_leases(self) -> int:

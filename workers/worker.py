@@ -40,10 +40,10 @@ from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvIdentity, KvListener, KvPeer
 from workers.kv_pool import KvPool
 from workers.loop_thread import LoopThread
-from workers.model import hub
 from workers.model.decoder import load_decoder
+from workers.model.digests import model_digests
 from workers.model.fingerprint import make_fingerprint
-from workers.model.linear import best_compute
+from workers.model.numerics import probe
 from workers.prefill import PrefillSide
 from workers.spec import DecodeAddress, IngressAddress, WorkerJoin, WorkerSpec
 
@@ -81,16 +81,16 @@ class Worker:
         """
         spec = self._spec
         folder = Path(spec.model_path)
-        compute = best_compute(spec.dtype)
-        model = load_decoder(folder, dtype=spec.dtype, max_positions=spec.max_model_len, compute=compute)
+        model = load_decoder(folder, dtype=spec.dtype, max_positions=spec.max_model_len)
         layout = model.config.kv_layout(spec.block_tokens, spec.dtype)
         self._memory = KvPool(layout, spec.pool_blocks)
         self._pool = BlockPool(spec.pool_blocks)
         engine = Engine(model, self._memory, threads=spec.threads)
-        if hasattr(engine, "warm_up"): engine.warm_up()
-        self._fingerprint = make_fingerprint(
-            model.config, layout, digests=hub.model_digests(folder), numerics=f"batch-invariant/torch-cpu/{compute}"
-        )
+        # Pages of the pool are touched now, not by the first transfer into them.
+        self._memory.tensor.zero_()
+        engine.warm_up()
+        numerics = probe(model, block_tokens=spec.block_tokens, dtype=spec.dtype, threads=spec.threads)
+        self._fingerprint = make_fingerprint(model.config, layout, digests=model_digests(folder), numerics=numerics)
         self._transport = _make_transport(spec)
         self._engine = EngineLoop(
             engine,

@@ -11,6 +11,7 @@ belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -30,6 +31,7 @@ CLOSE_DEADLINE_S = 1.0
 MAX_HALF_OPEN = 64
 
 _T = TypeVar("_T")
+logger = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
 
@@ -138,6 +140,9 @@ class ChannelServer:
                     await self._on_channel(channel)
                 finally:
                     channel.abort()
+        except asyncio.CancelledError:
+            # Only ``close`` cancels this task; the stream machinery would log its end as an error.
+            logger.debug("channel_closed_by_server")
         finally:
             self._tasks.discard(task)
             await _abort_writer(writer)
