@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from mini_cluster import LEASE_MS, MiniCluster, collect, make_spec, until
 
 from cluster.ingress.api.backend import TokenBatch
 from cluster.ingress.api.errors import ApiError, InvalidRequest, NotReady, Overloaded, UpstreamFailed
-from tests.component.conftest import LEASE_MS, MiniCluster, collect, make_spec, until
 
 MakeCluster = Callable[..., MiniCluster]
 

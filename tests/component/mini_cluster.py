@@ -1,0 +1,261 @@
+"""A whole cluster in one process, without Ray: real store, workers, transport, relay and driver on a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cluster.config import load
+from cluster.ingress.api.backend import Ended, Generation, Interrupted, Restarted, TokenBatch
+from cluster.ingress.backend import RelayBackend
+from cluster.view import ClusterView, WorkerView
+from kvstore.core.messages import GenerationSpec, SamplingParams
+from kvstore.net.handshake import PeerInfo
+from kvstore.net.host import host_identity, new_incarnation
+from kvstore.store.host import StoreHost
+from workers.engine import Engine
+from workers.kv_pool import KvPool
+from workers.model.decoder import load_decoder
+from workers.sampling import sample
+from workers.spec import DecodeAddress, IngressAddress, WorkerJoin, WorkerSpec
+from workers.worker import Worker
+
+SECRET = b"a secret of thirty-two bytes!!!!"
+BLOCK_TOKENS = 16
+MAX_LEN = 512
+VOCAB = 160
+LEASE_MS = 400
+SETTLE_S = 20.0
+FIXED = ("dtype=float32", f"max_model_len={MAX_LEN}", f"attempts.lease_ms={LEASE_MS}")
+
+
+def write_tiny_model(folder: Path) -> Path:
+    """Writes a random Llama of three layers, fp32, as any checkpoint is written; returns its folder."""
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=MAX_LEN,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+class MiniCluster:
+    """Everything of a serve but Ray and HTTP. Workers are named ``prefill-0``, ``decode-0``, ``combined-0`` ..."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        self.config = load(
+            None, ["dtype=float32", f"max_model_len={MAX_LEN}", f"attempts.lease_ms={LEASE_MS}"] + overrides
+        )
+        self.model = model
+        decoder = load_decoder(model, dtype="float32", max_positions=MAX_LEN)
+        self.layout = decoder.config.kv_layout(BLOCK_TOKENS, "float32")
+        self.engine = Engine(decoder, KvPool(self.layout, MAX_LEN // BLOCK_TOKENS), threads=1)
+        self.workers: dict[str, tuple[Worker, WorkerJoin]] = {}
+        self.store: StoreHost | None = None
+        self._store_address: tuple[str, int] = ("", 0)
+        incarnation = new_incarnation()
+        self._me = PeerInfo(
+            role="ingress", peer_id="ingress-0", incarnation=incarnation, pid=os.getpid(), host_identity=host_identity()
+        )
+        self.registry = CollectorRegistry()
+        self.backend = RelayBackend(
+            self.config,
+            me=self._me,
+            secret=SECRET,
+            model_id="tiny",
+            created=0,
+            vocab_size=VOCAB,
+            system_fingerprint="test",
+            registry=self.registry,
+            clock_ns=boottime_ns,
+        )
+        self._version = 0
+        self.gone: list[str] = []
+
+    async def start(self, *roles: str, **spec: Any) -> None:
+        """Starts the store, one worker per role named, and the relay; returns when a request can be served."""
+        self.store = StoreHost(
+            node="node-0",
+            incarnation=new_incarnation(),
+            secret=SECRET,
+            block_bytes=self.layout.block_bytes,
+            num_blocks=256,
+        )
+        self._store_address = await asyncio.to_thread(self.store.start, "127.0.0.1")
+        host, port = await self.backend.start("127.0.0.1")
+        self.address = IngressAddress(
+            ingress_id="ingress-0", incarnation=self._me.incarnation, host=host, port=port, pid=os.getpid()
+        )
+        await asyncio.gather(*(self.add_worker(role, **spec) for role in roles))
+        self.publish_view()
+        await until(lambda: self.backend.ready().ready)
+
+    async def add_worker(self, role: str, **changes: Any) -> Worker:
+        """Starts one worker and connects it to everybody."""
+        number = sum(name.startswith(role) for name in self.workers)
+        fields: dict[str, Any] = {
+            "model_path": str(self.model),
+            "pool_blocks": 64,
+            "chunk_tokens": 64,
+            "max_num_seqs": 8,
+            "threads": 1,
+            "lease_ms": LEASE_MS,
+            "max_stream_backlog_tokens": self.config.limits.max_stream_backlog_tokens,
+        }
+        spec = WorkerSpec(
+            worker_id=f"{role}-{number}",
+            role=role,
+            incarnation=new_incarnation(),
+            node="node-0",
+            dtype="float32",
+            max_model_len=MAX_LEN,
+            store_host=self._store_address[0],
+            store_port=self._store_address[1],
+            **(fields | changes),
+        )
+        worker = Worker(spec, SECRET)
+        join = await asyncio.to_thread(worker.start)
+        self.workers[spec.worker_id] = (worker, join)
+        await asyncio.to_thread(worker.add_ingress, self.address)
+        for other, other_join in self.workers.values():
+            pair = (worker, other_join) if role == "prefill" else (other, join)
+            if {role, other_join.role} == {"prefill", "decode"}:
+                await asyncio.to_thread(pair[0].warm_decode_peer, decode_address(pair[1]))
+        return worker
+
+    def publish_view(self) -> None:
+        """Tells the ingress who is there."""
+        self._version += 1
+        views = tuple(
+            WorkerView(
+                worker_id=join.worker_id,
+                role=join.role,
+                state="ready",
+                incarnation=join.incarnation,
+                pid=join.pid,
+                node=join.node,
+                host_identity=join.host_identity,
+                pool_blocks=join.pool_blocks,
+            )
+            for _, join in self.workers.values()
+            if join.incarnation not in self.gone
+        )
+        self.backend.set_view(ClusterView(version=self._version, workers=views, gone=tuple(self.gone)))
+
+    def worker(self, name: str) -> Worker:
+        return self.workers[name][0]
+
+    async def statuses(self) -> dict[str, Any]:
+        """Returns the status of each worker by name."""
+        return {name: await asyncio.to_thread(worker.status) for name, (worker, _) in self.workers.items()}
+
+    async def at_rest(self) -> None:
+        """Waits until nothing is held or runs anywhere; fails after ``SETTLE_S``."""
+
+        async def busy() -> dict[str, Any]:
+            found = {}
+            for name, status in (await self.statuses()).items():
+                held = (status.used_blocks, status.quarantined_blocks, status.running, status.waiting, status.leases)
+                if any(held):
+                    found[name] = held
+            return found
+
+        deadline = time.monotonic() + SETTLE_S
+        while left := (await busy() or self.backend.streams()):
+            assert time.monotonic() < deadline, f"still held after {SETTLE_S} s: {left}"
+            await asyncio.sleep(0.01)
+        for worker, _ in self.workers.values():
+            worker._pool.check_invariants()
+
+    async def close(self) -> None:
+        await self.backend.close()
+        for worker, _ in self.workers.values():
+            await asyncio.to_thread(worker.close)
+        if self.store is not None:
+            await asyncio.to_thread(self.store.close)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    async def submit(self, spec: GenerationSpec, request_id: str = "req-1", *, stream: bool = True) -> Generation:
+        return await self.backend.submit(spec, request_id=request_id, stream=stream, label=None, tenant="t")
+
+    def golden(self, spec: GenerationSpec) -> list[int]:
+        """Returns the tokens of a plain run of the engine in this thread: no cache, no batch, no hand-off."""
+        tokens: list[int] = []
+        table = range(MAX_LEN // BLOCK_TOKENS)
+        logits = [step.logits for step in self.engine.prefill(spec.prompt_token_ids, table)][-1]
+        position = len(spec.prompt_token_ids)
+        while True:
+            tokens.append(sample(logits, spec.sampling, position, tokens)[0])
+            if tokens[-1] in spec.stop_token_ids or len(tokens) >= spec.max_tokens:
+                return tokens
+            logits = self.engine.decode_step([(tokens[-1], position, table)])[0]
+            position += 1
+
+
+def make_spec(num_prompt: int = 40, max_tokens: int = 12, *, salt: int = 1, **sampling: Any) -> GenerationSpec:
+    prompt = tuple((salt * 7919 + index * 31) % (VOCAB - 10) + 5 for index in range(num_prompt))
+    return GenerationSpec(prompt_token_ids=prompt, max_tokens=max_tokens, sampling=SamplingParams(**sampling))
+
+
+async def collect(generation: Generation) -> tuple[list[int], str]:
+    """Reads a generation as the HTTP layer does; returns (tokens, how it ended)."""
+    tokens: list[int] = []
+    while True:
+        event = await generation.next()
+        match event:
+            case TokenBatch():
+                assert event.first_index == len(tokens), (event, len(tokens))
+                if not tokens:
+                    generation.mark_first_delta()
+                tokens += event.token_ids
+                generation.delivered(len(tokens))
+            case Ended():
+                generation.completed()
+                return tokens, event.finish
+            case Interrupted():
+                return tokens, event.reason
+            case Restarted():
+                raise AssertionError("nothing is retried yet")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits for a condition; fails after ``SETTLE_S``."""
+    deadline = time.monotonic() + SETTLE_S
+    while not condition():
+        assert time.monotonic() < deadline, "condition did not come true"
+        await asyncio.sleep(0.002)
+
+
+def decode_address(join: WorkerJoin) -> DecodeAddress:
+    return DecodeAddress(
+        worker_id=join.worker_id, incarnation=join.incarnation, kv_host=join.kv_host, kv_port=join.kv_port
+    )
+
+
+def boottime_ns() -> int:
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
