@@ -67,9 +67,7 @@ class MiniCluster:
 
     def __init__(self, model: Path, **settings: Any) -> None:
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        self.config = load(
-            None, ["dtype=float32", f"max_model_len={MAX_LEN}", f"attempts.lease_ms={LEASE_MS}"] + overrides
-        )
+        self.config = load(None, [*FIXED, *overrides])
         self.model = model
         decoder = load_decoder(model, dtype="float32", max_positions=MAX_LEN)
         self.layout = decoder.config.kv_layout(BLOCK_TOKENS, "float32")
