@@ -25,17 +25,17 @@ import numpy as np
 
 from kvstore.digest import block_digest
 from kvstore.errors import BadInput
-from kvstore.transport.base import TAG_MAX, Results, TransferResult
+from kvstore.transport.base import SETTLED, TAG_MAX, Results, TransferResult
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_BATCH_BLOCKS = 1 << 16
-SCAN_BLOCKS = 64
-"""Open transfers of a batch looked at in one step; they complete nearly in the order in which they were posted."""
-VERIFY_BLOCKS = 4
-"""Blocks of a batch verified in one step, so that a long batch does not delay other peers."""
+SCAN_BLOCKS = 4
+"""Oldest open transfers of a batch that one step looks at and verifies. They complete in the order in which they were
+posted, nearly; one that overtakes is looked at once those before it are through, and at the deadline at the latest.
+Small, so that a step is short: other peers wait for it."""
 
 
 class Direction(Enum):
@@ -147,13 +147,7 @@ class TransferBook:
 
     def retract(self, peer: str, direction: Direction, tags: Sequence[int]) -> None:
         """Forgets admitted tags that were never posted, so that nobody can touch their memory."""
-        with self._lock:
-            known = self._outstanding.get(peer)
-            if known is None:
-                return
-            known.difference_update((direction, tag) for tag in tags)
-            if not known:
-                del self._outstanding[peer]
+        self._forget(peer, [(direction, tag) for tag in tags])
 
     # --- the backend's thread ---------------------------------------------------------------------------------
 
@@ -175,12 +169,9 @@ class TransferBook:
     def begin(self, batch: Batch) -> None:
         """Takes a batch whose admitted transfers were posted; those without a request are PEER_LOST and settled."""
         num_posted = len(batch.requests)
-        num_lost = len(batch.tags) - num_posted
-        batch.results = [None] * num_posted + [TransferResult.PEER_LOST] * num_lost
+        batch.results = [None] * num_posted + [TransferResult.PEER_LOST] * (len(batch.tags) - num_posted)
         batch.open_idx = list(range(num_posted))
         self.retract(batch.peer, batch.direction, batch.tags[num_posted:])
-        if num_lost:
-            self.count("lost_blocks", num_lost)
         self._batches.append(batch)
 
     def collect(self, now: float) -> bool:
@@ -220,60 +211,63 @@ class TransferBook:
         self._settle(done)
 
     def check_invariants(self) -> None:
-        """Everything in a batch or given up is outstanding, and nothing else is, once nothing waits to be posted."""
+        """Everything unreported or given up is outstanding, and nothing else is, once nothing waits to be posted."""
         expected: dict[str, set[tuple[Direction, int]]] = {}
         for batch in self._batches:
-            for index in batch.open_idx:
-                expected.setdefault(batch.peer, set()).add((batch.direction, batch.tags[index]))
+            for index in range(len(batch.requests)):
+                if batch.results[index] is not TransferResult.PEER_LOST:
+                    expected.setdefault(batch.peer, set()).add((batch.direction, batch.tags[index]))
         for item in [*self._given_up, *(item for items in self._unproved.values() for item in items)]:
             expected.setdefault(item.peer, set()).add((item.direction, item.tag))
         with self._lock:
             assert expected == self._outstanding, f"expected {expected}, outstanding {self._outstanding}"
 
     def _collect_batch(self, batch: Batch, broken: set[str], *, is_last_look: bool) -> bool:
-        looked = batch.open_idx if is_last_look else batch.open_idx[:SCAN_BLOCKS]
+        """Gives a verdict to those that have completed, oldest first. Modifies: ``open_idx``, ``results``."""
         ended: list[int] = []
         requests = batch.requests
-        for index in looked:
+        for index in batch.open_idx if is_last_look else batch.open_idx[:SCAN_BLOCKS]:
             if requests[index].completed:
                 ended.append(index)
                 batch.results[index] = self._verdict(batch, index, broken)
-                if len(ended) >= VERIFY_BLOCKS and not is_last_look:
-                    break
-        if ended:
-            gone = set(ended)
-            batch.open_idx = [index for index in batch.open_idx if index not in gone]
+        for index in ended:
+            batch.open_idx.remove(index)
         return bool(ended)
 
     def _verdict(self, batch: Batch, index: int, broken: set[str]) -> TransferResult:
-        """Result of one completed transfer; a receive is verified here."""
+        """Result of one completed transfer; a receive is verified here, while its bytes are still in the cache."""
         end = self._ended(batch.requests[index])
-        buffer = batch.buffers[index]
         if end is RequestEnd.BROKEN:
             broken.add(batch.peer)
-            self.count("lost_blocks")
             self._keep_unproved(self._given_up_of(batch, index))
             return TransferResult.PEER_LOST
-        self._forget(batch.peer, [(batch.direction, batch.tags[index])])
         digest = batch.digests[index]
-        intact = end is RequestEnd.DONE and (digest is None or block_digest(buffer) == digest)
-        with self._lock:
-            self._stats[f"{self._name}_{batch.direction.value}_blocks"] += 1
-            self._stats[f"{self._name}_{batch.direction.value}_bytes"] += buffer.nbytes
-            if not intact:
-                self._stats[f"{self._name}_corrupt_blocks"] += 1
-        return TransferResult.OK if intact else TransferResult.CORRUPT
+        if end is RequestEnd.DONE and (digest is None or block_digest(batch.buffers[index]) == digest):
+            return TransferResult.OK
+        return TransferResult.CORRUPT
 
     def _give_up(self, batch: Batch, result: TransferResult) -> None:
         for index in batch.open_idx:
             batch.results[index] = result
             self._given_up.append(self._given_up_of(batch, index))
-        self.count("timeouts" if result is TransferResult.TIMEOUT else "lost_blocks", len(batch.open_idx))
         batch.open_idx = []
 
     def _finish(self, batch: Batch) -> None:
+        """Reports a batch that has all its results, and settles what ended well."""
+        results = [result for result in batch.results if result is not None]
+        settled = [(batch.direction, tag) for tag, result in zip(batch.tags, results, strict=True) if result in SETTLED]
+        num_bytes = sum(
+            buffer.nbytes for buffer, result in zip(batch.buffers, results, strict=True) if result in SETTLED
+        )
         self._batches.remove(batch)
-        batch.future.set_result([result for result in batch.results if result is not None])
+        self._forget(batch.peer, settled)
+        with self._lock:
+            self._stats[f"{self._name}_{batch.direction.value}_blocks"] += len(settled)
+            self._stats[f"{self._name}_{batch.direction.value}_bytes"] += num_bytes
+            self._stats[f"{self._name}_corrupt_blocks"] += results.count(TransferResult.CORRUPT)
+            self._stats[f"{self._name}_timeouts"] += results.count(TransferResult.TIMEOUT)
+            self._stats[f"{self._name}_lost_blocks"] += results.count(TransferResult.PEER_LOST)
+        batch.future.set_result(results)
 
     def _collect_given_up(self) -> bool:
         done = [item for item in self._given_up if item.request.completed]
@@ -306,7 +300,9 @@ class TransferBook:
 
     def _forget(self, peer: str, keys: list[tuple[Direction, int]]) -> None:
         with self._lock:
-            known = self._outstanding[peer]
+            known = self._outstanding.get(peer)
+            if known is None:
+                return
             known.difference_update(keys)
             if not known:
                 del self._outstanding[peer]

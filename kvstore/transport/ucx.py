@@ -103,6 +103,8 @@ class UcxTransport(Transport):
         self._lock = threading.Lock()
         self._is_open = True
         """Guarded by the lock together with appending: a command accepted while open is carried out."""
+        self._is_asleep = False
+        """Set before the thread looks at the commands for the last time, so that one of both sees the other."""
         self._is_ending = False
         self._links: dict[str, _Link] = {}
         self._closings: list[_Closing] = []
@@ -172,8 +174,9 @@ class UcxTransport(Transport):
                 return False
             self._is_open = not is_last
             self._commands.append(_Command(run, future))
-            # Inside the lock, because the end of the thread closes what this writes to.
-            self._device.wake()
+            if self._is_asleep:
+                # Inside the lock, because the end of the thread closes what this writes to.
+                self._device.wake()
         return True
 
     def _refuse(self, batch: Batch) -> None:
@@ -219,13 +222,19 @@ class UcxTransport(Transport):
         """Gives the core away until something may have happened."""
         is_warming = any(link.waiters for link in self._links.values())
         if not (self._book.num_batches or self._book.num_given_up or self._closings or is_warming):
-            self._device.sleep(IDLE_WAIT_S)
+            self._sleep(IDLE_WAIT_S)
             return
         batches = self._book.batches()
         if batches and all(batch.is_passive for batch in batches):
             time.sleep(NAP_S)
         deadline = self._book.next_deadline()
-        self._device.sleep(WAIT_S_MAX if deadline is None else min(WAIT_S_MAX, max(0.0, deadline - now)))
+        self._sleep(WAIT_S_MAX if deadline is None else min(WAIT_S_MAX, max(0.0, deadline - now)))
+
+    def _sleep(self, timeout_s: float) -> None:
+        self._is_asleep = True
+        if not self._commands:
+            self._device.sleep(timeout_s)
+        self._is_asleep = False
 
     def _run_commands(self) -> bool:
         """Carries out the commands that wait. One that fails is logged and ends with its fault."""
