@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from workers.model.weights import weight_files
+from workers.model.files import weight_files
 
 CACHE_FILE: Final = ".kopir-digests.json"
 CHUNK_BYTES: Final = 1 << 22

@@ -6,7 +6,6 @@ decoder packs it, one after the other, so that loading needs little more than th
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvstore.errors import BadInput
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+from workers.model.files import weight_files
 
 
 class Checkpoint:
@@ -63,17 +60,3 @@ class Checkpoint:
         if name in self:
             raise BadInput("model", str(self._folder), f"holds {name}, which its configuration does not mention")
         return None
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors files of a checkpoint in a fixed order. Raises BadInput when there are none."""
-    index = folder / INDEX_FILE
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise BadInput("model", str(index), "is not a valid weight index") from error
-        return [folder / name for name in names]
-    if (folder / SINGLE_FILE).exists():
-        return [folder / SINGLE_FILE]
-    raise BadInput("model", str(folder), "holds no safetensors weights")
