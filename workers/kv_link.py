@@ -105,6 +105,11 @@ class KvListener:
         )
         return self._server.host, self._server.port
 
+    @property
+    def rejected(self) -> int:
+        """Connections that failed the handshake."""
+        return self._server.rejected if self._server is not None else 0
+
     async def close(self) -> None:
         if self._server is not None:
             await self._server.close()

@@ -347,7 +347,7 @@ class Worker:
 
     def _make_status(self, nonce: int, running: int, waiting: int) -> Status:
         counts = self._pool.counts()
-        counters: dict[str, int] = dict(self._transport.stats())
+        counters: dict[str, int] = {**self._transport.stats(), "rejected_connections": self._listener.rejected}
         for side in (self._prefill, self._decode):
             if side is not None:
                 running_there, waiting_there = side.load()

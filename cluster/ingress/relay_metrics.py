@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cluster.core.attempt_events import Close
 
@@ -25,6 +25,9 @@ class RelayMetrics:
         )
         self.stale_messages = Counter(
             "kopir_stale_messages", "Messages about attempts that are over.", registry=registry
+        )
+        self.rejected_connections = Gauge(
+            "kopir_relay_rejected_connections", "Connections to the relay that failed its handshake.", registry=registry
         )
 
     def account(self, close: Close) -> None:

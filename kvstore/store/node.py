@@ -131,7 +131,7 @@ class StoreNode:
             pinned=counts.pinned,
             leases=counts.leases,
             clients=sum(session.is_open for session in self._sessions.values()),
-            counters=self._index.counters.to_dict(),
+            counters={**self._index.counters.to_dict(), "rejected_connections": self._server.rejected},
         )
 
     # --- sessions -----------------------------------------------------------------------------------------
