@@ -5,7 +5,8 @@ one ended; the book verifies digests, keeps deadlines, resolves futures and reme
 
 Life cycle of a transfer: admitted (outstanding) -> posted in a batch -> verdict | given up -> settled. Given up means
 reported as TIMEOUT or PEER_LOST while its memory may still be touched; the book then holds that memory until the
-request completes cleanly (settled) or the peer is proved dead (settled by ``settle_peer``).
+request completes (settled, unless it broke and the backend says that this proves nothing) or the peer is proved dead
+(settled by ``settle_peer``).
 
 ``admit``, ``retract``, ``outstanding`` and ``stats`` may be called on any thread, the rest only on the backend's own.
 The book never moves a byte and never reads a clock.
@@ -50,7 +51,7 @@ class RequestEnd(Enum):
     DAMAGED = "damaged"
     """Over, and nobody touches the memory any more, but the bytes are not those that were asked for."""
     BROKEN = "broken"
-    """Given up by the backend; the other side may still touch the memory."""
+    """Given up by the backend. See ``Batch.is_settled_by_end`` for whether its memory may still be touched."""
 
 
 @dataclass(slots=True)
@@ -68,6 +69,10 @@ class Batch:
     results: list[TransferResult | None] = field(default_factory=list)
     open_idx: list[int] = field(default_factory=list)
     """Indices without a result, ascending."""
+    is_settled_by_end: bool = False
+    """True when nobody touches the memory of a completed request any more, also of one that broke."""
+    broken: list[_GivenUp] = field(default_factory=list)
+    """Those that ended as BROKEN, kept until the batch has reported."""
     is_passive: bool = False
     """True when the other side moves these bytes without help."""
 
@@ -81,6 +86,7 @@ class _GivenUp:
     tag: int
     request: Any
     buffer: Any
+    is_settled_by_end: bool
 
 
 class TransferBook:
@@ -217,7 +223,8 @@ class TransferBook:
             for index in range(len(batch.requests)):
                 if batch.results[index] is not TransferResult.PEER_LOST:
                     expected.setdefault(batch.peer, set()).add((batch.direction, batch.tags[index]))
-        for item in [*self._given_up, *(item for items in self._unproved.values() for item in items)]:
+        kept = [self._given_up, *self._unproved.values(), *(batch.broken for batch in self._batches)]
+        for item in (item for items in kept for item in items):
             expected.setdefault(item.peer, set()).add((item.direction, item.tag))
         with self._lock:
             assert expected == self._outstanding, f"expected {expected}, outstanding {self._outstanding}"
@@ -239,7 +246,7 @@ class TransferBook:
         end = self._ended(batch.requests[index])
         if end is RequestEnd.BROKEN:
             broken.add(batch.peer)
-            self._keep_unproved(self._given_up_of(batch, index))
+            batch.broken.append(self._given_up_of(batch, index))
             return TransferResult.PEER_LOST
         digest = batch.digests[index]
         if end is RequestEnd.DONE and (digest is None or block_digest(batch.buffers[index]) == digest):
@@ -267,6 +274,9 @@ class TransferBook:
             self._stats[f"{self._name}_corrupt_blocks"] += results.count(TransferResult.CORRUPT)
             self._stats[f"{self._name}_timeouts"] += results.count(TransferResult.TIMEOUT)
             self._stats[f"{self._name}_lost_blocks"] += results.count(TransferResult.PEER_LOST)
+        # Looked at next, so that their settlement is told after their result.
+        self._given_up += batch.broken
+        batch.broken = []
         batch.future.set_result(results)
 
     def _collect_given_up(self) -> bool:
@@ -276,12 +286,14 @@ class TransferBook:
         self._given_up = [item for item in self._given_up if not item.request.completed]
         settled: list[_GivenUp] = []
         for item in done:
-            if self._ended(item.request) is RequestEnd.BROKEN:
+            is_broken = self._ended(item.request) is RequestEnd.BROKEN
+            if is_broken and not item.is_settled_by_end:
                 # A cancelled request proves nothing about the other side.
-                self._keep_unproved(item)
-            else:
+                self._unproved.setdefault(item.peer, []).append(item)
+                continue
+            if not is_broken:
                 self.count("late_blocks")
-                settled.append(item)
+            settled.append(item)
         self._settle(settled)
         return True
 
@@ -307,11 +319,15 @@ class TransferBook:
             if not known:
                 del self._outstanding[peer]
 
-    def _keep_unproved(self, item: _GivenUp) -> None:
-        self._unproved.setdefault(item.peer, []).append(item)
-
     def _given_up_of(self, batch: Batch, index: int) -> _GivenUp:
-        return _GivenUp(batch.peer, batch.direction, batch.tags[index], batch.requests[index], batch.buffers[index])
+        return _GivenUp(
+            batch.peer,
+            batch.direction,
+            batch.tags[index],
+            batch.requests[index],
+            batch.buffers[index],
+            batch.is_settled_by_end,
+        )
 
 
 def bytes_of(block: memoryview, *, is_written: bool) -> np.ndarray:

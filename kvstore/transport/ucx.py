@@ -3,9 +3,9 @@
 One thread owns the UCX device and the links; everybody else hands it commands. It sleeps while nothing moves, on a
 descriptor that commands, peers and the network wake. Endpoints are made from worker addresses.
 
-Same host: shared memory and cross-memory attach, the receiver copies; a dead peer is not noticed here, so callers
-must say so (``peer_lost``). Other hosts: a network transport, which reports a broken connection by itself; the link
-is then closed and can be made anew once both sides have called ``peer_lost``.
+Same host: shared memory and cross-memory attach, the receiver copies. Other hosts: TCP. Both report a broken
+connection once they touch it; the link is then closed and can be made anew once both sides have called ``peer_lost``.
+A stopped peer breaks nothing, so every wait has a deadline, and callers say when a peer is proved dead.
 
 Life cycle of a link: connect -> warming -> ready -> closing -> gone. Blocks move on ready links only.
 """
@@ -97,8 +97,13 @@ class UcxTransport(Transport):
 
     name = "ucx"
 
-    def __init__(self) -> None:
-        """Raises: EnvironmentProblem when UCX cannot be loaded or opened."""
+    def __init__(self, *, has_network: bool = True, network_devices: tuple[str, ...] = ()) -> None:
+        """Opens UCX. Without ``has_network`` no socket is opened and peers are on this host only.
+
+        ``network_devices``: interfaces to listen on, empty means all; UCX asks nobody there who he is.
+        Raises: EnvironmentProblem when UCX cannot be loaded or opened.
+        """
+        self._make_device = lambda: UcxDevice(has_network=has_network, network_devices=network_devices)
         self._commands: deque[_Command] = deque()
         self._lock = threading.Lock()
         self._is_open = True
@@ -190,7 +195,7 @@ class UcxTransport(Transport):
     def _run(self, opened: Future[bytes]) -> None:
         try:
             # Made on this thread, because UCX gives its worker to one thread only.
-            self._device = UcxDevice()
+            self._device = self._make_device()
             self._book = TransferBook(self.name, self._device.ended)
             self._book.on_settled = self._notify_settled
             self._book.on_broken = self._on_broken
@@ -288,6 +293,7 @@ class UcxTransport(Transport):
                 batch.requests.append(post(link.endpoint, buffer, tag))
         except PeerLost as error:
             logger.warning("post_failed peer=%s error=%s", batch.peer, error)
+        batch.is_settled_by_end = self._device.is_settled_by_end(batch.direction, same_host=link.same_host)
         batch.is_passive = (
             is_send and link.same_host and all(buffer.nbytes >= NAP_BLOCK_BYTES for buffer in batch.buffers)
         )
@@ -301,6 +307,9 @@ class UcxTransport(Transport):
 
     def _connect(self, peer: str, address: bytes, same_host: bool, waiter: _Waiter) -> None:
         link = self._links.get(peer)
+        if link is not None and not self._device.is_alive(link.endpoint):
+            self._on_broken(peer)
+            link = None
         if link is not None:
             # A warm-up that ran out of time goes on: a second one's message would end in the first one's receive.
             link.waiters.append(waiter)

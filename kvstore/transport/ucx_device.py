@@ -1,8 +1,16 @@
-"""The UCX library as the transport needs it: one worker, endpoints, tagged messages, progress, sleep and wake.
+"""The UCX library as the transport needs it: lanes of endpoints, tagged messages, progress, sleep and wake.
 
-Owns the UCX context and worker and the descriptors to sleep on. Everything but ``wake`` is called on the thread that
+Owns the UCX contexts and workers and the descriptors to sleep on. Everything but ``wake`` is called on the thread that
 made the device. Nothing of UCX is loaded before a device is made, and its errors end here: every failure to act is
 ``EnvironmentProblem`` or ``PeerLost``, and a completed request ends as one of ``RequestEnd``.
+
+A lane is a context with a worker of its own. The *local* lane moves blocks by shared memory and cross-memory attach and
+opens no socket; the *network* lane moves them over TCP and listens. Two lanes, because UCX would take shared memory
+between two network namespaces of one machine too, where a cut network must cut this path as well.
+
+Endpoint error handling is on in both. Without it, UCX ends the whole process when the peer dies while its memory is
+being read. With it, UCX refuses cross-memory attach unless told that keys can be revoked; we revoke nothing, because
+source blocks stay untouched until nobody reads them.
 
 Sleeping is safe against a lost wake-up: UCX arms its descriptor only when no event waits, commands arrive on a
 descriptor of their own, and every sleep while something is in flight is bounded by the caller.
@@ -12,53 +20,99 @@ from __future__ import annotations
 
 import os
 import select
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvstore.errors import EnvironmentProblem, PeerLost
-from kvstore.transport.transfers import RequestEnd
+from kvstore.transport.transfers import Direction, RequestEnd
 
-UCX_CONFIG = {"RNDV_SCHEME": "get_zcopy"}
-"""The receiver copies: a stopped sender that wakes up has nothing to write."""
+LOCAL_CONFIG = {
+    "TLS": "posix,cma,self",
+    "RNDV_SCHEME": "get_zcopy",  # the receiver copies: a stopped sender that wakes up has nothing to write
+    "POSIX_ERROR_HANDLING": "y",
+    "CMA_MEMORY_INVALIDATE": "y",
+    "KEEPALIVE_INTERVAL": "1s",
+}
+NETWORK_CONFIG = {
+    "TLS": "tcp,self",
+    "RNDV_SCHEME": "am",
+    "TCP_PUT_ENABLE": "n",  # else a peer writes at raw addresses, also after its receiver gave up
+}
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer needs to connect: the UCX worker address of each lane; no network lane, no address."""
+
+    local: bytes
+    network: bytes | None
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One UCX context and worker. It is looked after once it has an endpoint."""
+
+    context: Any
+    worker: Any
+    address: bytes
+    is_used: bool = False
 
 
 class UcxDevice:
     """See the module. Life cycle: made -> used on one thread -> ``close``."""
 
-    def __init__(self) -> None:
-        """Raises: EnvironmentProblem when UCX cannot be loaded or opened."""
+    def __init__(self, *, has_network: bool = True, network_devices: tuple[str, ...] = ()) -> None:
+        """Opens the lanes. ``network_devices``: interfaces to listen on, for example ``("eth0",)``; empty means all.
+
+        Raises: EnvironmentProblem when UCX cannot be loaded or opened.
+        """
         # UCX warns about variables of other libraries on stdout, which belongs to whoever runs us.
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+        network_config = NETWORK_CONFIG | ({"NET_DEVICES": ",".join(network_devices)} if network_devices else {})
         try:
             from ucxx._lib import libucxx
             from ucxx._lib.arr import Array
 
             self._lib = libucxx
             self._array = Array
-            self._context = libucxx.UCXContext(UCX_CONFIG)
-            self._worker = libucxx.UCXWorker(self._context)
-            self._worker.init_blocking_progress_mode()
-            self.address = bytes(libucxx.UCXAddress.create_from_worker(self._worker))
+            self._lanes = {True: self._open_lane(LOCAL_CONFIG)}
+            if has_network:
+                self._lanes[False] = self._open_lane(network_config)
         except Exception as error:
             raise EnvironmentProblem(f"UCX cannot be used: {error}") from error
+        network = self._lanes.get(False)
+        self.address = msgspec.msgpack.encode(
+            Address(self._lanes[True].address, None if network is None else network.address)
+        )
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
-        self._epoll.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
+        self._used: list[Any] = []
+        """Workers of the lanes that are in use."""
         self._closed = False
 
     def connect(self, address: bytes, *, same_host: bool) -> Any:
-        """Returns an endpoint to the worker at ``address``. Raises: PeerLost.
-
-        Error handling is on between hosts only: with it, UCX refuses shared memory and cross-memory attach.
-        """
+        """Returns an endpoint to the device at ``address``, over the lane for ``same_host``. Raises: PeerLost."""
         try:
-            return self._lib.UCXEndpoint.create_from_worker_address(
-                self._worker, self._lib.UCXAddress.create_from_buffer(address), endpoint_error_handling=not same_host
+            theirs = msgspec.msgpack.decode(address, type=Address)
+        except msgspec.MsgspecError as error:
+            raise PeerLost(f"not a transport address: {error}") from error
+        lane, worker_address = self._lanes.get(same_host), theirs.local if same_host else theirs.network
+        if lane is None or worker_address is None:
+            raise PeerLost("one side has no network lane")
+        try:
+            endpoint = self._lib.UCXEndpoint.create_from_worker_address(
+                lane.worker, self._lib.UCXAddress.create_from_buffer(worker_address), endpoint_error_handling=True
             )
         except Exception as error:
             raise PeerLost(f"UCX refuses the peer's address: {error}") from error
+        if not lane.is_used:
+            lane.is_used = True
+            self._used.append(lane.worker)
+            self._epoll.register(lane.worker.epoll_file_descriptor, select.EPOLLIN)
+        return endpoint
 
     def send(self, endpoint: Any, buffer: np.ndarray, tag: int) -> Any:
         """Posts a send. ``buffer``: contiguous uint8, alive until the request has completed. Raises: PeerLost."""
@@ -74,12 +128,20 @@ class UcxDevice:
         except Exception as error:
             raise PeerLost(f"UCX cannot receive: {error}") from error
 
+    def is_alive(self, endpoint: Any) -> bool:
+        """Returns False once UCX has noticed that the connection is broken."""
+        return bool(endpoint.alive)
+
     def close_endpoint(self, endpoint: Any) -> Any:
         """Starts to close; returns a request, or None when the endpoint is closed already.
 
         Dropping an endpoint is not enough: a posted receive would stay and take the next message with its tag.
         """
         try:
+            if not endpoint.alive:
+                # Nothing is left to wait for, and the request that ``close`` returned would point to nothing.
+                endpoint.close_blocking()
+                return None
             return endpoint.close()
         except Exception:
             # It closed by itself, after an error of the connection.
@@ -95,14 +157,27 @@ class UcxDevice:
             return RequestEnd.DAMAGED if truncated else RequestEnd.BROKEN
         return RequestEnd.DONE
 
+    @staticmethod
+    def is_settled_by_end(direction: Direction, *, same_host: bool) -> bool:
+        """Returns whether nobody touches the memory of a request any more once it has completed, however it ended.
+
+        Destinations are written by this process alone, and by TCP's own copies sources are read by it alone. A local
+        source is read by the peer, which may do so until it is dead.
+        """
+        return direction is Direction.RECEIVE or not same_host
+
     def progress(self) -> bool:
         """Moves the next piece. Returns True when something moved."""
-        return bool(self._worker.progress_once())
+        moved = False
+        for worker in self._used:
+            moved |= bool(worker.progress_once())
+        return moved
 
     def sleep(self, timeout_s: float) -> None:
         """Sleeps until a command or a network event comes, at most ``timeout_s``; not at all when an event waits."""
-        if not self._worker.arm():
-            return
+        for worker in self._used:
+            if not worker.arm():
+                return
         if any(fd == self._wake_fd for fd, _events in self._epoll.poll(timeout_s)):
             try:
                 os.eventfd_read(self._wake_fd)
@@ -114,10 +189,18 @@ class UcxDevice:
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Frees worker, context and descriptors. Endpoints must be closed."""
+        """Frees workers, contexts and descriptors. Endpoints must be closed."""
         if self._closed:
             return
         self._closed = True
         self._epoll.close()
         os.close(self._wake_fd)
-        self._worker = self._context = None
+        self._used.clear()
+        self._lanes.clear()
+
+    def _open_lane(self, config: dict[str, str]) -> _Lane:
+        features = (self._lib.Feature.TAG, self._lib.Feature.WAKEUP)
+        context = self._lib.UCXContext(config, features)
+        worker = self._lib.UCXWorker(context)
+        worker.init_blocking_progress_mode()
+        return _Lane(context, worker, bytes(self._lib.UCXAddress.create_from_worker(worker)))
