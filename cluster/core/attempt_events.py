@@ -156,6 +156,14 @@ class TimerFired(Event, frozen=True, kw_only=True, tag=True):
     role: Role
 
 
+class LeaseLapsed(Event, frozen=True, kw_only=True, tag=True):
+    """A side has not asked for its lease during a whole hold (``LeaseGranter.lapse``): it has surely stopped."""
+
+    attempt_id: str
+    epoch: int
+    role: Role
+
+
 class ClientGone(Event, frozen=True, kw_only=True, tag=True):
     """Nobody reads the answer any more, or somebody cancelled it."""
 
@@ -188,6 +196,7 @@ AnyEvent = (
     | AttemptFaulted
     | CancelAcked
     | TimerFired
+    | LeaseLapsed
     | ClientGone
     | DeadlineReached
     | DrainEnded

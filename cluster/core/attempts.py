@@ -6,7 +6,7 @@ The rules it keeps:
 
 * The boundary is delivery. ``FirstDelta`` comes before the first write; after it nothing is ever run again.
 * A side of an attempt is *fenced* when its process is proved dead, it acknowledged a cancel, it reported its own
-  fault, or its lease has surely run out. A sent cancel fences nothing.
+  fault or its last token, or its lease was revoked and has surely run out. A sent cancel fences nothing.
 * Another attempt starts only when both sides of the old one are fenced, with a new epoch.
 * Tokens of any attempt but the current one are dropped and counted. A gap is a fault of the worker, never patched.
 * Each request ends exactly once: finished, failed, interrupted or cancelled.
@@ -14,14 +14,12 @@ The rules it keeps:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from cluster.core import attempt_events as ev
 from cluster.core.attempt_events import ROLES, Instruction, Role, WorkerRef
-from cluster.core.journal import Journal, Verdict
+from cluster.core.journal import Facts, FencedBy, Journal, Verdict, may_run_again
 
 
 class Phase(Enum):
@@ -87,6 +85,9 @@ class RequestMachine:
     stream: bool
     max_attempts: int
     admitted_ns: int
+    lease_ms: int | None = field(default=None, kw_only=True)
+    model: str | None = field(default=None, kw_only=True)
+    """Revision with digest, for the journal."""
     journal: Journal = field(init=False)
     phase: Phase = Phase.ADMITTED
     attempts: list[Attempt] = field(default_factory=list)
@@ -107,8 +108,7 @@ class RequestMachine:
     def step(self, event: ev.AnyEvent) -> list[Instruction]:
         """Takes one event; returns what the driver must do, in order. Modifies: the machine and its journal."""
         before = self.phase
-        handler = _HANDLERS[type(event)]
-        out: list[Instruction] = handler(self, event)
+        out: list[Instruction] = getattr(self, _HANDLERS[type(event)])(event)
         if self.phase is not before:
             self.journal.phase(event.now_ns, self.phase.value)
         out += self._settle(event.now_ns)
@@ -125,17 +125,16 @@ class RequestMachine:
 
     def may_run_again(self) -> Verdict:
         """Answers the one question of an outage: may this input go to another replica now, and if not, why."""
-        if self.is_ended:
-            return Verdict(False, f"the request is {self.phase.value}")
-        if self.first_delta_sent:
-            return Verdict(False, "a delta was sent to the client")
-        if self.upstream_done:
-            return Verdict(False, "the answer is complete")
-        if self.current is not None and not self.current.is_fenced:
-            return Verdict(False, "the current attempt can still publish")
-        if len(self.attempts) >= self.max_attempts:
-            return Verdict(False, f"{len(self.attempts)} of {self.max_attempts} attempts are used")
-        return Verdict(True, "nothing was sent and the old attempt is fenced")
+        return may_run_again(
+            Facts(
+                end=self.phase.value if self.is_ended else None,
+                first_delta_sent=self.first_delta_sent,
+                is_complete=self.upstream_done,
+                is_fenced=self.current is None or self.current.is_fenced,
+                num_attempts=len(self.attempts),
+                max_attempts=self.max_attempts,
+            )
+        )
 
     def check_invariants(self) -> None:
         """Asserts what must hold after every step."""
@@ -164,9 +163,18 @@ class RequestMachine:
         )
         self.attempts.append(attempt)
         self._pending_retry = False
-        attempt.dispatched.add("decode")
         self.phase = Phase.RESERVING
-        self.journal.attempt_started(event.now_ns, attempt.attempt_id, attempt.epoch, event.prefill, event.decode)
+        self.journal.attempt_started(
+            event.now_ns,
+            attempt.attempt_id,
+            attempt.epoch,
+            event.prefill,
+            event.decode,
+            remaining_attempts=self.max_attempts - attempt.epoch,
+            lease_ms=self.lease_ms,
+            model=self.model,
+        )
+        self._dispatch(attempt, "decode", event.now_ns)
         return [ev.SendReserve(attempt.attempt_id, attempt.epoch)]
 
     def _no_route(self, event: ev.NoRoute) -> list[Instruction]:
@@ -178,17 +186,21 @@ class RequestMachine:
         attempt = self._current_live(event.attempt_id, event.epoch)
         if attempt is None or self.phase is not Phase.RESERVING:
             return []
-        attempt.dispatched.add("prefill")
+        if "prefill" in attempt.fenced:
+            worker = attempt.workers["prefill"].worker_id
+            return self._lose(attempt, event.now_ns, "worker_exited", f"{worker} exited before it was asked")
+        self._dispatch(attempt, "prefill", event.now_ns)
         self.phase = Phase.PREFILLING
         return [ev.SendPrefill(attempt.attempt_id, attempt.epoch)]
 
     def _refused(self, event: ev.WorkerRefused) -> list[Instruction]:
         attempt = self._find(event.attempt_id, event.epoch)
-        if attempt is None:
+        if attempt is None or event.code == "duplicate":
+            # A worker that has seen the attempt before may still run it: this says nothing about the first copy.
             return []
-        attempt.fenced.add(event.role)
-        reason = f"{event.role} refused: {event.code}"
-        return self._lose(attempt, event.now_ns, event.code, f"{reason}: {event.message}")
+        self._set_fenced(attempt, event.role, event.now_ns, "refused")
+        reason = f"{event.role} refused: {event.code}: {event.message}"
+        return self._lose_side(attempt, event.role, event.now_ns, event.code, reason)
 
     def _prefill_began(self, event: ev.PrefillBegan) -> list[Instruction]:
         if self._current_live(event.attempt_id, event.epoch) is not None:
@@ -200,7 +212,7 @@ class RequestMachine:
         if attempt is None:
             return []
         # Prefill is done with this attempt: there is nothing of it left to fence.
-        attempt.fenced.add("prefill")
+        self._set_fenced(attempt, "prefill", event.now_ns, "finished")
         attempt.handed_off = True
         self.journal.spans(event.now_ns, event.epoch, event.spans_ns)
         if self.phase is Phase.PREFILLING:
@@ -216,7 +228,7 @@ class RequestMachine:
             attempt.num_generated = max(attempt.num_generated, stop_index)
         if attempt is not None and attempt is self.current and (self.is_ended or self.upstream_done):
             return [ev.DropTokens(event.num_tokens, "not_wanted")]
-        if attempt is None or attempt is not self.current or attempt.cancelled or "decode" in attempt.fenced:
+        if attempt is None or attempt is not self.current or "decode" in (attempt.cancelled | attempt.fenced):
             return [ev.DropTokens(event.num_tokens, "stale_attempt")]
         if event.first_index > attempt.num_received:
             why = f"index {event.first_index} after {attempt.num_received} tokens"
@@ -232,15 +244,15 @@ class RequestMachine:
         attempt.handed_off = True
         if event.end is not None:
             self.upstream_done = True
-            attempt.fenced |= {"decode"}
-            attempt.ended_ns, attempt.end_reason = event.now_ns, event.end
-            self.journal.attempt_ended(event.now_ns, attempt.epoch, event.end)
+            self._end_attempt(attempt, event.now_ns, event.end)
+            self._set_fenced(attempt, "decode", event.now_ns, "finished")
         if fresh or event.end is not None:
             out.append(ev.Deliver(skip, fresh, event.end))
         return out
 
     def _first_delta(self, event: ev.FirstDelta) -> list[Instruction]:
         assert self.current is not None and not self.is_ended, self.phase
+        assert self.current.num_received > 0, f"epoch {self.current.epoch} has no token to send"
         self.first_delta_sent = True
         self.journal.first_delta(event.now_ns, self.current.epoch)
         self.phase = Phase.DELIVERING
@@ -268,14 +280,16 @@ class RequestMachine:
             return []
         self.upstream_done = True
         self._discard_reason = "stop_string"
-        self.current.ended_ns, self.current.end_reason = event.now_ns, "stop_string"
-        self.journal.attempt_ended(event.now_ns, self.current.epoch, "stop_string")
+        self._end_attempt(self.current, event.now_ns, "stop_string")
         return self._fence(self.current, "stop_string")
 
     def _completed(self, event: ev.Completed) -> list[Instruction]:
         if not self.is_ended:
             assert self.upstream_done, "completed without an end"
+            assert self.current is not None, "completed without an attempt"
             self.phase = Phase.FINISHED
+            reason = self.current.end_reason or ""
+            self.journal.ended(event.now_ns, "finished", reason=reason, delivered=self.num_delivered)
         return []
 
     # --- losses ---------------------------------------------------------------------------------------------
@@ -285,10 +299,9 @@ class RequestMachine:
         for attempt in self.attempts:
             for role in ROLES:
                 if attempt.workers[role].incarnation == event.incarnation:
-                    attempt.fenced.add(role)
-                    if attempt is self.current and self._needs(attempt, role):
-                        worker = attempt.workers[role].worker_id
-                        out += self._lose(attempt, event.now_ns, "worker_exited", f"{worker} exited")
+                    self._set_fenced(attempt, role, event.now_ns, "worker_exited")
+                    worker = attempt.workers[role].worker_id
+                    out += self._lose_side(attempt, role, event.now_ns, "worker_exited", f"{worker} exited")
         return out
 
     def _link_lost(self, event: ev.LinkLost) -> list[Instruction]:
@@ -319,16 +332,15 @@ class RequestMachine:
         attempt = self._find(event.attempt_id, event.epoch)
         if attempt is None:
             return []
-        attempt.fenced.add(event.role)
-        return self._lose(attempt, event.now_ns, event.reason, f"{event.role}: {event.message}")
+        self._set_fenced(attempt, event.role, event.now_ns, "fault")
+        return self._lose_side(attempt, event.role, event.now_ns, event.reason, f"{event.role}: {event.message}")
 
     def _cancel_acked(self, event: ev.CancelAcked) -> list[Instruction]:
         attempt = self._find(event.attempt_id, event.epoch)
         if attempt is None:
             return []
-        attempt.fenced.add(event.role)
         attempt.num_generated = max(attempt.num_generated, event.num_generated)
-        self.journal.note(event.now_ns, "cancel_acked", attempt.epoch, role=event.role)
+        self._set_fenced(attempt, event.role, event.now_ns, "cancel_acked")
         return []
 
     def _timer(self, event: ev.TimerFired) -> list[Instruction]:
@@ -336,23 +348,38 @@ class RequestMachine:
         if attempt is None or event.role in attempt.fenced:
             return []
         if event.role in attempt.cancelled:
-            attempt.fenced.add(event.role)
-            self.journal.note(event.now_ns, "lease_ran_out", attempt.epoch, role=event.role)
+            self._set_fenced(attempt, event.role, event.now_ns, "lease_ran_out")
             return []
         if event.role not in attempt.lost_link:
             return []
-        attempt.fenced.add(event.role)
-        self.journal.note(event.now_ns, "lease_ran_out", attempt.epoch, role=event.role)
-        worker = attempt.workers[event.role].worker_id
-        return self._lose(attempt, event.now_ns, "network_cut", f"no sign of life of {worker} within its lease")
+        return self._lapse(attempt, event.role, event.now_ns, "network_cut")
+
+    def _lease_lapsed(self, event: ev.LeaseLapsed) -> list[Instruction]:
+        attempt = self._find(event.attempt_id, event.epoch)
+        if attempt is None or event.role in attempt.fenced or event.role not in attempt.dispatched:
+            return []
+        reason = "network_cut" if event.role in attempt.lost_link else "lease_expired"
+        return self._lapse(attempt, event.role, event.now_ns, reason)
+
+    def _lapse(self, attempt: Attempt, role: Role, now_ns: int, reason: str) -> list[Instruction]:
+        """The lease of a side has run out unrenewed. It is revoked first, so that no late ask renews it."""
+        out: list[Instruction] = []
+        if role not in attempt.cancelled:
+            attempt.cancelled.add(role)
+            out.append(ev.SendCancel(attempt.attempt_id, attempt.epoch, role, reason))
+        self._set_fenced(attempt, role, now_ns, "lease_ran_out")
+        message = f"no sign of life of {attempt.workers[role].worker_id} within its lease"
+        return [*out, *self._lose_side(attempt, role, now_ns, reason, message)]
+
+    def _lose_side(self, attempt: Attempt, role: Role, now_ns: int, reason: str, message: str) -> list[Instruction]:
+        """A side is over. That ends the attempt unless the side had nothing left to do for it."""
+        return self._lose(attempt, now_ns, reason, message) if self._needs(attempt, role) else []
 
     def _lose(self, attempt: Attempt, now_ns: int, reason: str, message: str) -> list[Instruction]:
         """The attempt will not complete. Stops what is left of it; ends or repeats the request when it may."""
-        if attempt.end_reason is None:
-            attempt.ended_ns, attempt.end_reason = now_ns, reason
-            self.journal.attempt_ended(now_ns, attempt.epoch, reason, message=message)
-        if attempt is not self.current or self.is_ended or self.upstream_done:
+        if attempt.end_reason is not None or attempt is not self.current or self.is_ended or self.upstream_done:
             return []
+        self._end_attempt(attempt, now_ns, reason, message=message)
         out = self._fence(attempt, reason)
         if self.first_delta_sent:
             told = _INTERRUPT_REASONS.get(reason, "engine_fault")
@@ -367,9 +394,11 @@ class RequestMachine:
         if self.is_ended:
             return []
         self.phase = Phase.CANCELLED
+        self._pending_retry = False
         self._discard_reason = event.reason
+        out = self._stop(event.now_ns, event.reason)
         self.journal.ended(event.now_ns, "cancelled", reason=event.reason, delivered=self.num_delivered)
-        return self._fence(self.current, event.reason) if self.current is not None else []
+        return out
 
     def _deadline(self, event: ev.DeadlineReached) -> list[Instruction]:
         return self._cut(event.now_ns, "deadline", 504, "deadline_exceeded", "the request's deadline has passed")
@@ -380,7 +409,7 @@ class RequestMachine:
     def _cut(self, now_ns: int, reason: ev.InterruptReason, status: int, code: str, message: str) -> list[Instruction]:
         if self.is_ended or self.upstream_done:
             return []
-        out = self._fence(self.current, reason) if self.current is not None else []
+        out = self._stop(now_ns, reason)
         if not self.first_delta_sent:
             return [*out, *self._fail(now_ns, status, code, message, retryable=False)]
         return [*out, self._interrupted(now_ns, reason, message)]
@@ -428,9 +457,32 @@ class RequestMachine:
 
     def _needs(self, attempt: Attempt, role: Role) -> bool:
         """True while the loss of this side would lose the attempt."""
-        if self.is_ended or self.upstream_done or role not in attempt.dispatched:
+        if self.is_ended or self.upstream_done or role not in attempt.dispatched or attempt is not self.current:
             return False
         return role == "decode" or not attempt.handed_off
+
+    def _stop(self, now_ns: int, reason: str) -> list[Instruction]:
+        """The request ends before its attempt does."""
+        if self.current is None:
+            return []
+        self._end_attempt(self.current, now_ns, reason)
+        return self._fence(self.current, reason)
+
+    def _end_attempt(self, attempt: Attempt, now_ns: int, reason: str, *, message: str = "") -> None:
+        if attempt.end_reason is None:
+            attempt.ended_ns, attempt.end_reason = now_ns, reason
+            self.journal.attempt_ended(now_ns, attempt.epoch, reason, is_complete=self.upstream_done, message=message)
+
+    def _dispatch(self, attempt: Attempt, role: Role, now_ns: int) -> None:
+        attempt.dispatched.add(role)
+        self.journal.dispatched(now_ns, attempt.epoch, role)
+
+    def _set_fenced(self, attempt: Attempt, role: Role, now_ns: int, by: FencedBy) -> None:
+        """Nothing of this side can be published any more. Modifies: the attempt and the journal."""
+        if role not in attempt.fenced:
+            attempt.fenced.add(role)
+            if role in attempt.dispatched:
+                self.journal.fenced(now_ns, attempt.epoch, role, by)
 
     def _fence(self, attempt: Attempt, reason: str) -> list[Instruction]:
         """Cancels every side that may still run; each counts as alive until it is fenced."""
@@ -456,25 +508,27 @@ def _http_failure(reason: str) -> tuple[int, str, bool]:
             return 502, "upstream_failed", False
 
 
-_HANDLERS: dict[type, Callable[[RequestMachine, Any], list[Instruction]]] = {
-    ev.Routed: RequestMachine._routed,
-    ev.NoRoute: RequestMachine._no_route,
-    ev.BlocksReserved: RequestMachine._reserved,
-    ev.WorkerRefused: RequestMachine._refused,
-    ev.PrefillBegan: RequestMachine._prefill_began,
-    ev.PrefillEnded: RequestMachine._prefill_ended,
-    ev.TokensArrived: RequestMachine._tokens,
-    ev.FirstDelta: RequestMachine._first_delta,
-    ev.Delivered: RequestMachine._delivered,
-    ev.StopMatched: RequestMachine._stop_matched,
-    ev.Completed: RequestMachine._completed,
-    ev.WorkerGone: RequestMachine._worker_gone,
-    ev.LinkLost: RequestMachine._link_lost,
-    ev.LinkBack: RequestMachine._link_back,
-    ev.AttemptFaulted: RequestMachine._faulted,
-    ev.CancelAcked: RequestMachine._cancel_acked,
-    ev.TimerFired: RequestMachine._timer,
-    ev.ClientGone: RequestMachine._client_gone,
-    ev.DeadlineReached: RequestMachine._deadline,
-    ev.DrainEnded: RequestMachine._drained,
+_HANDLERS: dict[type[ev.Event], str] = {
+    ev.Routed: "_routed",
+    ev.NoRoute: "_no_route",
+    ev.BlocksReserved: "_reserved",
+    ev.WorkerRefused: "_refused",
+    ev.PrefillBegan: "_prefill_began",
+    ev.PrefillEnded: "_prefill_ended",
+    ev.TokensArrived: "_tokens",
+    ev.FirstDelta: "_first_delta",
+    ev.Delivered: "_delivered",
+    ev.StopMatched: "_stop_matched",
+    ev.Completed: "_completed",
+    ev.WorkerGone: "_worker_gone",
+    ev.LinkLost: "_link_lost",
+    ev.LinkBack: "_link_back",
+    ev.AttemptFaulted: "_faulted",
+    ev.CancelAcked: "_cancel_acked",
+    ev.TimerFired: "_timer",
+    ev.LeaseLapsed: "_lease_lapsed",
+    ev.ClientGone: "_client_gone",
+    ev.DeadlineReached: "_deadline",
+    ev.DrainEnded: "_drained",
 }
+"""By name, so that a subclass replaces a handler by overriding it."""

@@ -24,6 +24,7 @@ MARGIN_NS = 20_000_000
 """Added by the granter for the coarseness of timers."""
 OPEN_ASKS_MAX = 16
 """Asks that wait for their grant; the oldest is given up first, its grant would be worth the least."""
+ASKS_PER_DURATION = 3
 NS_PER_MS = 1_000_000
 
 
@@ -45,6 +46,12 @@ class LeaseHolder:
     _held: dict[Key, _Held] = field(default_factory=dict)
     _open_asks: OrderedDict[int, tuple[int, frozenset[Key]]] = field(default_factory=OrderedDict)
     _next_nonce: int = 1
+    _asked_ns: int | None = None
+
+    @property
+    def next_ask_ns(self) -> int | None:
+        """When to ask again: a third of the duration after the last ask; None before the first."""
+        return None if self._asked_ns is None else self._asked_ns + self.duration_ms * NS_PER_MS // ASKS_PER_DURATION
 
     def begin(self, attempt_id: str, epoch: int, *, now_ns: int) -> None:
         """Takes an attempt on. It may not publish before its first grant. Modifies: the attempts held."""
@@ -58,6 +65,7 @@ class LeaseHolder:
         """Returns the ask to send *now*, for every attempt that is not revoked. Each nonce is used once."""
         nonce = self._next_nonce
         self._next_nonce += 1
+        self._asked_ns = now_ns
         keys = tuple(key for key, held in self._held.items() if not held.revoked)
         self._open_asks[nonce] = (now_ns, frozenset(keys))
         while len(self._open_asks) > OPEN_ASKS_MAX:
@@ -116,6 +124,8 @@ class LeaseHolder:
 class _Granted:
     """One attempt at its granter."""
 
+    heard_ns: int
+    """When the holder last asked; before its first ask, when the attempt was dispatched."""
     safe_after_ns: int
     """The holder has stopped by then, if nothing more is granted."""
     revoked: bool = False
@@ -130,7 +140,7 @@ class LeaseGranter:
 
     def dispatch(self, attempt_id: str, epoch: int, *, now_ns: int) -> None:
         """Makes an attempt grantable. Without a grant its holder publishes nothing, so it is safe at once."""
-        self._attempts.setdefault((attempt_id, epoch), _Granted(safe_after_ns=now_ns))
+        self._attempts.setdefault((attempt_id, epoch), _Granted(heard_ns=now_ns, safe_after_ns=now_ns))
 
     def on_ask(self, ask: LeaseAsk, now_ns: int) -> LeaseGrant:
         """Returns the grant to send *now*. Unknown, revoked and ended attempts are left out, which revokes them."""
@@ -139,6 +149,7 @@ class LeaseGranter:
             attempt = self._attempts.get(key)
             if attempt is None or attempt.revoked:
                 continue
+            attempt.heard_ns = now_ns
             attempt.safe_after_ns = max(attempt.safe_after_ns, now_ns + self.hold_ns)
             granted.append(key)
         return LeaseGrant(nonce=ask.nonce, duration_ms=self.duration_ms, granted=tuple(granted))
@@ -155,6 +166,21 @@ class LeaseGranter:
         if attempt is not None:
             attempt.revoked = True
 
+    def lapse(self, now_ns: int) -> list[Key]:
+        """Revokes and returns attempts that nobody has asked for during a whole hold: each has surely stopped.
+
+        This finds what no broken link tells of: a stopped process, a path that drops one way, a dispatch or a last
+        message that was lost. Each attempt is returned once.
+        """
+        silent = [
+            key
+            for key, attempt in self._attempts.items()
+            if not attempt.revoked and now_ns >= attempt.heard_ns + self.hold_ns
+        ]
+        for key in silent:
+            self._attempts[key].revoked = True
+        return silent
+
     def end(self, attempt_id: str, epoch: int) -> None:
         """Forgets an attempt that ended, was acknowledged, or whose holder is proved dead."""
         self._attempts.pop((attempt_id, epoch), None)
@@ -166,3 +192,8 @@ class LeaseGranter:
 
     def __len__(self) -> int:
         return len(self._attempts)
+
+    def check_invariants(self) -> None:
+        """Asserts what must hold after every step."""
+        for key, attempt in self._attempts.items():
+            assert attempt.heard_ns <= attempt.safe_after_ns, (key, attempt)
