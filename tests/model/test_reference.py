@@ -26,11 +26,8 @@ GREEDY = SamplingParams()
 def generate_greedily(engine: Engine, prompts: Sequence[list[int]], blocks_each: int = 8) -> list[list[int]]:
     """Returns ``NEW_TOKENS`` greedy tokens of each prompt, decoded as one batch."""
     tables = [list(range(i * blocks_each, (i + 1) * blocks_each)) for i in range(len(prompts))]
-    outputs: list[list[int]] = []
-    for prompt, table in zip(prompts, tables, strict=True):
-        logits = [step.logits for step in engine.prefill(prompt, table)][-1]
-        assert logits is not None
-        outputs.append([sample(logits, GREEDY, len(prompt), ())[0]])
+    logits = engine.forward([SeqChunk(prompt, 0, table) for prompt, table in zip(prompts, tables, strict=True)])
+    outputs = [[sample(row, GREEDY, len(prompt), ())[0]] for row, prompt in zip(logits, prompts, strict=True)]
     for _ in range(NEW_TOKENS - 1):
         positions = [len(prompt) + len(output) - 1 for prompt, output in zip(prompts, outputs, strict=True)]
         rows = engine.decode_step([(o[-1], p, t) for o, p, t in zip(outputs, positions, tables, strict=True)])
@@ -49,16 +46,22 @@ def test_float32_greedy_tokens_are_those_of_the_reference(
     By induction this is the reference's own greedy output, up to a position where its two best logits lie closer than
     1e-3; there either is accepted and the comparison goes on along our tokens.
     """
-    prompts = text_prompts + [token_prompt(seed, 4 + seed % 37) for seed in range(1, 91)]
+    prompts = [*text_prompts, *(token_prompt(seed, 4 + seed % 37) for seed in range(1, 91))]
+    prompts.sort(key=len)
     assert len(prompts) >= 200
     engine = make_engine("float32", num_blocks=8 * BATCH)
     reference = load_reference(torch.float32)
     num_ties = 0
     for start in range(0, len(prompts), BATCH):
         batch = prompts[start : start + BATCH]
-        for prompt, output in zip(batch, generate_greedily(engine, batch), strict=True):
-            with torch.no_grad():
-                logits = reference(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+        outputs = generate_greedily(engine, batch)
+        sequences = [prompt + output for prompt, output in zip(batch, outputs, strict=True)]
+        # Padded on the right: a causal model's earlier positions do not see it.
+        longest = max(map(len, sequences))
+        with torch.no_grad():
+            theirs = reference(torch.tensor([s + [0] * (longest - len(s)) for s in sequences])).logits
+        for row, prompt, output in zip(theirs, batch, outputs, strict=True):
+            logits = row[len(prompt) - 1 : len(prompt) - 1 + len(output)]
             best = logits.topk(2, -1)
             for index, token_id in enumerate(output):
                 gap = float(best.values[index, 0] - best.values[index, 1])
