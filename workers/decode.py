@@ -25,10 +25,13 @@ from kvstore.core.messages import (
     Cancel,
     CancelAck,
     Credit,
+    FaultReason,
     HandOff,
     HandOffDone,
+    LandedResult,
     PostedBlock,
     PrefillAbandoned,
+    RefusalCode,
     Refused,
     Reserve,
     Reserved,
@@ -47,6 +50,13 @@ from workers.spec import WorkerSpec
 logger = logging.getLogger(__name__)
 
 SEEN_ATTEMPTS_MAX = 4096
+_WIRE: dict[TransferResult, LandedResult] = {
+    TransferResult.OK: "OK",
+    TransferResult.CORRUPT: "CORRUPT",
+    TransferResult.EXPIRED: "EXPIRED",
+    TransferResult.TIMEOUT: "TIMEOUT",
+    TransferResult.PEER_LOST: "PEER_LOST",
+}
 
 
 @dataclass(slots=True)
@@ -360,7 +370,7 @@ class DecodeSide:
             BlocksLanded(
                 attempt_id=key[0],
                 epoch=key[1],
-                results=tuple((block.index, result.name) for block, result in zip(posted, results, strict=True)),  # type: ignore[arg-type]
+                results=tuple((block.index, _WIRE[result]) for block, result in zip(posted, results, strict=True)),
             )
         )
         for result in results:
@@ -470,12 +480,12 @@ class DecodeSide:
         else:
             stopped(0)
 
-    def _fault(self, attempt: DecodeAttempt, reason: str, message: str) -> None:
+    def _fault(self, attempt: DecodeAttempt, reason: FaultReason, message: str) -> None:
         """Ends an attempt by a fault and says so to its ingress and to prefill."""
         logger.warning("attempt_fault attempt_id=%s epoch=%d reason=%s %s", *attempt.key, reason, message)
         attempt.link.send(
             AttemptFault(attempt_id=attempt.key[0], epoch=attempt.key[1], reason=reason, message=message[:500])
-        )  # type: ignore[arg-type]
+        )
         if attempt.peer is not None and not attempt.decoding:
             attempt.peer.send(
                 HandOffDone(attempt_id=attempt.key[0], epoch=attempt.key[1], accepted=False, message=message[:500])
@@ -498,8 +508,8 @@ class DecodeSide:
         )
         self._admit_waiting()
 
-    def _refuse(self, link: IngressLink, request: Reserve, code: str, message: str) -> None:
-        link.send(Refused(attempt_id=request.attempt_id, epoch=request.epoch, code=code, message=message))  # type: ignore[arg-type]
+    def _refuse(self, link: IngressLink, request: Reserve, code: RefusalCode, message: str) -> None:
+        link.send(Refused(attempt_id=request.attempt_id, epoch=request.epoch, code=code, message=message))
 
     def _remember(self, key: AttemptKey) -> None:
         self._seen[key] = None

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import Tensor
+
 from kvstore.core.messages import GenerationSpec, TokenLogprobs
 from workers.engine import Engine, SeqChunk
 from workers.sampling import sample
@@ -235,7 +237,7 @@ class EngineLoop:
             return
         self._on_tokens(tokens)
 
-    def _append(self, sequence: DecodeSequence, logits) -> NewToken:  # type: ignore[no-untyped-def]
+    def _append(self, sequence: DecodeSequence, logits: Tensor) -> NewToken:
         token_id, logprobs = sample(logits, sequence.spec.sampling, sequence.position + 1, sequence.output_token_ids)
         sequence.output_token_ids.append(token_id)
         num_generated = len(sequence.output_token_ids)

@@ -25,6 +25,7 @@ from kvstore.core.messages import (
     BlocksPosted,
     Cancel,
     CancelAck,
+    FaultReason,
     HandOff,
     HandOffDone,
     PostedBlock,
@@ -32,6 +33,7 @@ from kvstore.core.messages import (
     PrefillAbandoned,
     PrefillDone,
     PrefillStarted,
+    RefusalCode,
     Refused,
     TokenLogprobs,
 )
@@ -446,8 +448,8 @@ class PrefillSide:
     def _fail(self, job: Job, error: Exception) -> None:
         message = str(error) or type(error).__name__
         logger.warning("prefill_fault attempt_id=%s epoch=%d %s", *job.key, message)
-        reason = "transfer_failed" if job.peer is not None else "engine_fault"
-        job.link.send(AttemptFault(attempt_id=job.key[0], epoch=job.key[1], reason=reason, message=message[:500]))  # type: ignore[arg-type]
+        reason: FaultReason = "transfer_failed" if job.peer is not None else "engine_fault"
+        job.link.send(AttemptFault(attempt_id=job.key[0], epoch=job.key[1], reason=reason, message=message[:500]))
         self._abandon(job, message)
 
     def _abandon(self, job: Job, reason: str) -> None:
@@ -513,5 +515,5 @@ class PrefillSide:
             job.cancelled = True
             job.task.cancel()
 
-    def _refuse(self, link: IngressLink, request: Prefill, code: str, message: str) -> None:
-        link.send(Refused(attempt_id=request.attempt_id, epoch=request.epoch, code=code, message=message))  # type: ignore[arg-type]
+    def _refuse(self, link: IngressLink, request: Prefill, code: RefusalCode, message: str) -> None:
+        link.send(Refused(attempt_id=request.attempt_id, epoch=request.epoch, code=code, message=message))

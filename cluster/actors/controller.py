@@ -111,7 +111,9 @@ class ControllerProcess:
             store_port=self._store_address.port if self._store_address else None,
         )
         env = self._plan.thread_environment.get(spec.role, {})
-        actor = worker.WorkerActor.options(runtime_env={"env_vars": env}, **worker.ACTOR_OPTIONS).remote(spec, self._secret)
+        actor = worker.WorkerActor.options(runtime_env={"env_vars": env}, **worker.ACTOR_OPTIONS).remote(
+            spec, self._secret
+        )
         life = _Life(spec, actor)
         self._lives[spec.worker_id] = life
         self._membership.starting(spec.worker_id, spec.role, spec.incarnation)

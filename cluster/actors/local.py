@@ -68,9 +68,9 @@ class LocalCluster:
         self._config = config
         self._model_path = model_path
         self._secret = secret
-        self._controller = ControllerActor.options(
-            name=CONTROLLER_NAME, lifetime="detached", **ACTOR_OPTIONS
-        ).remote(plan, secret)
+        self._controller = ControllerActor.options(name=CONTROLLER_NAME, lifetime="detached", **ACTOR_OPTIONS).remote(
+            plan, secret
+        )
         self._started = self._controller.start.remote()
 
     def start_http(self, port: int) -> None:
@@ -88,7 +88,8 @@ class LocalCluster:
 
     def wait_started(self) -> ClusterView:
         """Waits for the workers. Raises: what a worker raised while starting."""
-        return ray.get(self._started)
+        view: ClusterView = ray.get(self._started)
+        return view
 
     def is_alive(self) -> bool:
         """True while the controller answers."""
@@ -111,7 +112,7 @@ def stop_ray(*, local: bool) -> None:
     """Ends Serve and the connection; a local cluster ends with it."""
     if ray.is_initialized():
         if not local:
-            serve.shutdown()
+            serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
 
 

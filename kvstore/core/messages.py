@@ -29,6 +29,19 @@ TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 ShortText = Annotated[str, Meta(max_length=512)]
 
+FaultReason = Literal[
+    "worker_exited",
+    "network_cut",
+    "lease_expired",
+    "engine_fault",
+    "deadline",
+    "shutdown",
+    "transfer_failed",
+    "client_stalled",
+]
+RefusalCode = Literal["no_capacity", "draining", "never_fits", "fingerprint", "duplicate", "peer_unreachable"]
+LandedResult = Literal["OK", "CORRUPT", "EXPIRED", "TIMEOUT", "PEER_LOST"]
+
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the next token is chosen. ``temperature`` 0 is greedy; state of a sampler = (seed, position)."""
@@ -154,7 +167,7 @@ class Refused(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
     attempt_id: str
     epoch: int
-    code: Literal["no_capacity", "draining", "never_fits", "fingerprint", "duplicate", "peer_unreachable"]
+    code: RefusalCode
     message: ShortText
 
 
@@ -187,16 +200,7 @@ class AttemptFault(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
     attempt_id: str
     epoch: int
-    reason: Literal[
-        "worker_exited",
-        "network_cut",
-        "lease_expired",
-        "engine_fault",
-        "deadline",
-        "shutdown",
-        "transfer_failed",
-        "client_stalled",
-    ]
+    reason: FaultReason
     message: ShortText
 
 
@@ -307,7 +311,7 @@ class BlocksLanded(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
     attempt_id: str
     epoch: int
-    results: tuple[tuple[int, Literal["OK", "CORRUPT", "EXPIRED", "TIMEOUT", "PEER_LOST"]], ...]
+    results: tuple[tuple[int, LandedResult], ...]
 
 
 class HandOff(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 from kernels.layout import KVLayout
 from kvstore.core.identity import Fingerprint, canonical_text
 from workers.model.config import ModelConfig
+from workers.model.numerics import Numerics
 
 AXIS_ORDER = "layer,kv,head,token,dim"
 
 
-def make_fingerprint(config: ModelConfig, layout: KVLayout, *, digests: dict[str, str], numerics: str) -> Fingerprint:
+def make_fingerprint(
+    config: ModelConfig, layout: KVLayout, *, digests: dict[str, str], numerics: Numerics
+) -> Fingerprint:
     """Returns the fingerprint of one model on one numeric path.
 
     Args:
