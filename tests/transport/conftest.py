@@ -2,73 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import count
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
-from sides import RemoteSide, Side
+from pairs import InprocPair, Pair, UcxPair
 
-from kvstore.transport.ucx import UcxTransport
-
-_incarnations = count(1)
-
-
-@dataclass
-class Pair:
-    """``near`` lives in the test's process, ``far`` in its own; each knows the other by its incarnation."""
-
-    near: Side
-    far: Any
-    near_name: str
-    far_name: str
-    same_host: bool
-
-    def link(self, deadline_s: float = 10.0) -> tuple[str, str]:
-        """Connects both sides at the same time; returns what each got."""
-        answer = self.far.start("connect", self.near_name, self.near.address(), self.same_host, deadline_s)
-        ours = self.near.connect(self.far_name, self._far_address, self.same_host, deadline_s)
-        return ours, answer()
-
-    def restart(self) -> None:
-        """Replaces the far side by a new process with a new incarnation; the old one must be gone."""
-        self.far.end()
-        self.far = RemoteSide(UcxTransport)
-        self.far_name = f"far-{next(_incarnations)}"
-        self.prepare()
-
-    def prepare(self) -> None:
-        self._far_address = self.far.address()
-
-    def end(self) -> None:
-        self.near.close()
-        self.far.end()
+UCX_PATHS = ["ucx-local", "ucx-network"]
+BACKENDS = ["inproc", *UCX_PATHS]
 
 
-def make_ucx_pair(*, same_host: bool) -> Pair:
-    number = next(_incarnations)
-    pair = Pair(Side(UcxTransport), RemoteSide(UcxTransport), f"near-{number}", f"far-{number}", same_host)
-    pair.prepare()
-    return pair
-
-
-@pytest.fixture(params=["same_host", "network"])
-def ucx_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two linked processes: over shared memory, and over TCP as between hosts."""
-    pair = make_ucx_pair(same_host=request.param == "same_host")
+@contextmanager
+def linked(backend: str) -> Iterator[Pair]:
+    pair: Pair = InprocPair() if backend == "inproc" else UcxPair(same_host=backend == "ucx-local")
     try:
         assert pair.link() == ("ok", "ok")
         yield pair
     finally:
         pair.end()
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def shared_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A linked pair that the tests of a module share; they leave it as they found it and take tags from ``tags``."""
+    with linked(request.param) as pair:
+        yield pair
+
+
+@pytest.fixture(params=BACKENDS)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A linked pair of this test alone, which may stop, kill and replace its far side."""
+    with linked(request.param) as fresh:
+        yield fresh
+
+
+@pytest.fixture(params=UCX_PATHS)
+def ucx_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Two linked processes: over shared memory, and over TCP as between hosts."""
+    with linked(request.param) as fresh:
+        yield fresh
 
 
 @pytest.fixture
-def same_host_pair() -> Iterator[Pair]:
-    pair = make_ucx_pair(same_host=True)
-    try:
-        assert pair.link() == ("ok", "ok")
-        yield pair
-    finally:
-        pair.end()
+def tags() -> Callable[[int], list[int]]:
+    """Gives tags that no other test has."""
+    return take_tags
+
+
+_next_tag = 1
+
+
+def take_tags(count: int) -> list[int]:
+    global _next_tag
+    first, _next_tag = _next_tag, _next_tag + count
+    return list(range(first, first + count))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import time
 
 import pytest
-from conftest import Pair
+from pairs import Pair
 from sides import digest_of
 
 pytestmark = pytest.mark.ucx
@@ -41,7 +40,7 @@ def test_a_killed_sender_ends_the_wait_by_its_deadline_and_others_go_on(ucx_pair
     tags = list(range(1, 33))
     ucx_pair.far.push("p", ucx_pair.near_name, tags, LARGE_BYTES // 4)
     ucx_pair.near.receive("r", ucx_pair.far_name, [*tags, 99], LARGE_BYTES // 4, 3.0)
-    ucx_pair.far.kill()
+    ucx_pair.kill_far()
     dead = ucx_pair.far_name
     started = time.monotonic()
     results = ucx_pair.near.results("r")
@@ -49,7 +48,7 @@ def test_a_killed_sender_ends_the_wait_by_its_deadline_and_others_go_on(ucx_pair
     assert set(results) <= {"OK", "TIMEOUT", "PEER_LOST"} and results[-1] != "OK"
     ucx_pair.near.peer_lost(dead, True)
     assert ucx_pair.near.outstanding(dead) == []
-    ucx_pair.restart()
+    ucx_pair.replace_far()
     assert ucx_pair.link() == ("ok", "ok")
     ucx_pair.far.push("q", ucx_pair.near_name, [200], KV_BLOCK_BYTES)
     ucx_pair.near.receive("s", ucx_pair.far_name, [200], KV_BLOCK_BYTES)
@@ -59,7 +58,7 @@ def test_a_killed_sender_ends_the_wait_by_its_deadline_and_others_go_on(ucx_pair
 def test_a_killed_receiver_ends_the_push_by_its_deadline(ucx_pair: Pair) -> None:
     """The sender of blocks that nobody will take gets its answer in time and its memory back on proof of death."""
     ucx_pair.near.push("p", ucx_pair.far_name, [1, 2, 3], LARGE_BYTES, 1.5)
-    ucx_pair.far.kill()
+    ucx_pair.kill_far()
     started = time.monotonic()
     assert set(ucx_pair.near.results("p")) <= {"TIMEOUT", "PEER_LOST"}
     assert time.monotonic() - started < 2.0
@@ -71,14 +70,14 @@ def test_a_slot_is_free_only_when_nobody_can_write_it(ucx_pair: Pair) -> None:
     """Sender stopped in mid-transfer: a slot that the transport calls settled is never written again."""
     pair = ucx_pair
     pair.far.push("p", pair.near_name, [7], LARGE_BYTES)
-    pair.far.signal(signal.SIGSTOP)
+    pair.stop_far()
     pair.near.receive("r", pair.far_name, [7], LARGE_BYTES, 0.3)
     result = pair.near.results("r")[0]
     was_outstanding = pair.near.outstanding(pair.far_name) == [7]
     assert was_outstanding == (result == "TIMEOUT")
     if not was_outstanding:
         pair.near.fill("receive", 7, 42)
-    pair.far.signal(signal.SIGCONT)
+    pair.resume_far()
     if was_outstanding:
         assert until(lambda: pair.near.settled() == [7]), "the late block never settled"
         assert pair.near.outstanding(pair.far_name) == []
@@ -95,19 +94,19 @@ def test_closing_on_a_stopped_sender_keeps_its_slots_fenced(ucx_pair: Pair) -> N
     """Without proof of death a closed link settles nothing that may still be written; with it, bytes stay."""
     pair = ucx_pair
     pair.far.push("p", pair.near_name, [7], LARGE_BYTES)
-    pair.far.signal(signal.SIGSTOP)
+    pair.stop_far()
     pair.near.receive("r", pair.far_name, [7, 9], LARGE_BYTES, 0.3)
     results = pair.near.results("r")
     assert results[1] == "TIMEOUT"
     pair.near.peer_lost(pair.far_name, False)
     fenced = pair.near.outstanding(pair.far_name)
     assert 9 in fenced or results[0] == "OK"
-    pair.far.kill()
+    pair.kill_far()
     pair.near.peer_lost(pair.far_name, True)
     assert pair.near.outstanding(pair.far_name) == []
     for tag in (7, 9):
         pair.near.fill("receive", tag, 42)
-    pair.restart()
+    pair.replace_far()
     assert pair.link() == ("ok", "ok")
     pair.far.push("q", pair.near_name, [200], LARGE_BYTES)
     pair.near.receive("s", pair.far_name, [200], LARGE_BYTES)
@@ -130,9 +129,9 @@ def test_an_idle_link_costs_next_to_nothing_and_wakes_at_once(ucx_pair: Pair) ->
         time.sleep(0.2)
 
 
-def test_waiting_for_a_silent_peer_costs_little(same_host_pair: Pair) -> None:
+def test_waiting_for_a_silent_peer_costs_little(ucx_pair: Pair) -> None:
     """A receive that nothing comes for does not spin until its deadline."""
-    pair = same_host_pair
+    pair = ucx_pair
     before = time.process_time()
     pair.near.receive("r", pair.far_name, [5], KV_BLOCK_BYTES, 2.0)
     assert pair.near.results("r") == ["TIMEOUT"]
