@@ -168,6 +168,7 @@ class PrefillSide:
         self._jobs[key] = job
         link.begin(key)
         job.task = asyncio.ensure_future(self._run(job))
+        job.task.add_done_callback(lambda _: self._ended(job))
         return None
 
     def has(self, cancel: Cancel) -> bool:
@@ -189,8 +190,7 @@ class PrefillSide:
         if job is None or job.task is None:
             acknowledge()
             return
-        job.cancelled = True
-        job.task.cancel()
+        self._cancel(job)
         job.task.add_done_callback(lambda _: acknowledge())
 
     def on_lease_expired(self, keys: Sequence[AttemptKey]) -> None:
@@ -470,6 +470,11 @@ class PrefillSide:
         self._engine.remove(job.key, lambda _: self._post(resolve))
         await asyncio.shield(left)
 
+    def _ended(self, job: Job) -> None:
+        """Cleans up behind a task that was cancelled before its first step: none of its code has run."""
+        if self._jobs.get(job.key) is job:
+            self._finish(job)
+
     def _finish(self, job: Job) -> None:
         """Hands what was computed to the store, then frees the blocks."""
         job.link.end(job.key)
@@ -511,7 +516,9 @@ class PrefillSide:
         self._admit_waiting()
 
     def _cancel(self, job: Job | None) -> None:
-        if job is not None and job.task is not None:
+        # Once only: a second cancel (a revoked lease follows the cancel that revoked it) would break off the wait for
+        # the engine, and the blocks would never come back.
+        if job is not None and job.task is not None and not job.cancelled:
             job.cancelled = True
             job.task.cancel()
 
