@@ -22,7 +22,7 @@ from workers.model.decoder import load_decoder
 from workers.sampling import sample
 
 BLOCK_TOKENS = 16
-MAX_TOKENS = 2048
+MAX_TOKENS = 1024
 TIE_GAP = 1e-3
 """A position counts only where the reference's two best logits are at least this far apart."""
 

@@ -12,7 +12,7 @@ from ..conftest import RunCluster
 
 CONFIG = {
     "dtype": "float32",
-    "max_model_len": 2048,
+    "max_model_len": 1024,
     "workers": {"prefill": {"pool_blocks": 512}, "decode": {"pool_blocks": 1024}},
     "kv": {"host_bytes": "512MiB"},
 }

@@ -153,8 +153,8 @@ def test_f64_both_limits(client: openai.OpenAI) -> None:
 
 
 def test_f64_absent_limit_ends_at_the_end_of_the_context(client: openai.OpenAI) -> None:
-    """Without a limit the context is one: 2,048 positions, 2,044 of them prompt, leave four tokens."""
-    answer = ask(client, prompt=make_prompt(36, 2044), ignore_eos=True)
+    """Without a limit the context is one: 1,024 positions, 1,020 of them prompt, leave four tokens."""
+    answer = ask(client, prompt=make_prompt(36, 1020), ignore_eos=True)
     assert (answer.completion_tokens, answer.finish_reason) == (4, "length")
 
 

@@ -55,7 +55,7 @@ def test_no_byte_before_the_first_delta(pair: Cluster) -> None:
 
     Each look at the socket comes before the look at the status, so a byte that is there during prefill is always seen.
     """
-    body = raw_body(prompt=make_prompt(43, 1900), max_tokens=4, stream=True)
+    body = raw_body(prompt=make_prompt(43, 1000), max_tokens=4, stream=True)
     silent_phases: set[str] = set()
     with socket.create_connection(("127.0.0.1", pair.port)) as connection:
         connection.sendall(_head("/v1/completions", len(body)) + body)
@@ -75,23 +75,6 @@ def test_no_byte_before_the_first_delta(pair: Cluster) -> None:
     record = pair.record(request_id[1].decode())
     assert record["first_delta_sent"] and record["phase"] == "finished"
     assert record["delivered_output_tokens"] == 4
-
-
-def test_headers_and_first_content_are_one_write(pair: Cluster) -> None:
-    """The first thing that arrives is the head with the first delta behind it, for a stream and for a whole answer."""
-    for stream in (True, False):
-        body = raw_body(messages=[{"role": "user", "content": "Say hi."}], max_tokens=3, stream=stream)
-        with socket.create_connection(("127.0.0.1", pair.port)) as connection:
-            connection.sendall(_head("/v1/chat/completions", len(body)) + body)
-            assert select.select([connection], [], [], FIRST_BYTE_DEADLINE_S)[0]
-            arrived_s = time.monotonic()
-            received = b""
-            while b'"content":"' not in received.replace(b'"content":""', b""):
-                received += connection.recv(65536)
-            # A decode step takes longer than this, so the first content cannot have waited for the second token.
-            assert time.monotonic() - arrived_s < 0.02, "the head came before its content"
-            assert received.startswith(b"HTTP/1.1 200")
-            _read_all(connection)
 
 
 def _head(path: str, length: int) -> bytes:
