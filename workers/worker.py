@@ -50,6 +50,7 @@ from workers.spec import DecodeAddress, IngressAddress, WorkerJoin, WorkerSpec
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 CALL_DEADLINE_S = 10.0
 PROBE_DEADLINE_S = 30.0
 
@@ -326,7 +327,11 @@ class Worker:
         self._decode.on_engine_fault(keys, error)
 
     def _peer_gone(self, incarnation: str) -> None:
-        self._transport.peer_lost(incarnation, proved_dead=True)
+        # Its transfers end first: only then is the memory that they named nobody's but ours.
+        ended = self._transport.peer_lost(incarnation, proved_dead=True)
+        ended.add_done_callback(lambda _: self._links.call(self._tell_sides_gone, incarnation))
+
+    def _tell_sides_gone(self, incarnation: str) -> None:
         for side in (self._prefill, self._decode):
             if side is not None:
                 side.peer_gone(incarnation)
@@ -372,9 +377,10 @@ class Worker:
 
 
 def _make_transport(spec: WorkerSpec) -> Transport:
+    """Opens UCX. A worker that is bound to loopback has peers on this host only and opens no network socket."""
     from kvstore.transport.ucx import UcxTransport
 
-    return UcxTransport()
+    return UcxTransport(has_network=spec.bind_host not in LOOPBACK_HOSTS)
 
 
 def _boottime_ns() -> int:
