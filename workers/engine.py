@@ -36,6 +36,10 @@ GROUP_RATIO_MAX: Final = 2
 """Single rows share one attention group while the longest table is at most this many times the shortest."""
 
 
+GROUP_KEYS_MAX: Final = 4608
+"""Keys of one attention group, padding included: its copies stay in the cache, and their memory is used again."""
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillStep:
     """One chunk of a prefill is done: positions [start, end) are in the pool.
@@ -171,7 +175,12 @@ def _group_singles(singles: list[tuple[int, SeqChunk]], num_rows: int, block_tok
     groups: list[SingleGroup] = []
     while entries:
         limit = len(entries[0][2]) * GROUP_RATIO_MAX
-        members = [entry for entry in entries if len(entry[2]) <= limit]
+        members = [entries[0]]
+        for entry in entries[1:]:
+            num_keys = (len(members) + 1) * len(entry[2]) * block_tokens
+            if len(entry[2]) > limit or num_keys > GROUP_KEYS_MAX:
+                break
+            members.append(entry)
         entries = entries[len(members) :]
         members.sort()
         rows = [row for row, _, _ in members]
