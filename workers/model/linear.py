@@ -33,7 +33,9 @@ COMPUTE_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def has_onednn() -> bool:
     """Says whether this build of torch can run oneDNN products on packed weights."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return bool(torch.backends.mkldnn.is_available()) and hasattr(  # type: ignore[no-untyped-call]
+        torch.ops.mkldnn, "_linear_pointwise"
+    )
 
 
 def best_compute(dtype: str) -> Compute:
@@ -54,7 +56,8 @@ def product(rows: Tensor, weight: Tensor) -> Tensor:
     """
     assert rows.shape[0] >= MIN_ROWS, f"{rows.shape[0]} rows would change the order of the sums"
     if _ONEDNN:
-        return torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+        return out
     return _tiled(rows, weight)
 
 
@@ -76,7 +79,7 @@ class Linear:
         assert rows.shape[0] >= MIN_ROWS, f"{rows.shape[0]} rows would change the order of the sums"
         rows = rows.to(self._dtype)
         if self._packed:
-            out = torch.ops.mkldnn._linear_pointwise(rows, self._weight, None, "none", [], "").float()
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, None, "none", [], "").float()
         else:
             out = _tiled(rows, self._weight).float()
         # Added here and not inside the product, so that the order of the sum stays the same with every kernel.
@@ -86,7 +89,7 @@ class Linear:
 def _tiled(rows: Tensor, weight: Tensor) -> Tensor:
     num_rows = rows.shape[0]
     padded = F.pad(rows, (0, 0, 0, -num_rows % TILE_ROWS))
-    tiles = [F.linear(tile, weight) for tile in padded.split(TILE_ROWS)]
+    tiles = [F.linear(tile, weight) for tile in torch.split(padded, TILE_ROWS)]
     return torch.cat(tiles)[:num_rows]
 
 
