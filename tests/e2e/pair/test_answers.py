@@ -86,9 +86,7 @@ def test_company_does_not_change_an_answer(client: openai.OpenAI, golden: Golden
         assert answer.text == golden.run(prompt, 12).text
 
 
-def test_same_system_prompt_is_cached_and_changes_nothing(
-    pair: Cluster, client: openai.OpenAI, golden: Golden
-) -> None:
+def test_same_system_prompt_is_cached_and_changes_nothing(pair: Cluster, client: openai.OpenAI, golden: Golden) -> None:
     """The second request with the same system prompt loads its blocks and answers the same."""
     first = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Name a colour."}]
     second = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Name an animal."}]

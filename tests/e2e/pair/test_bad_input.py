@@ -121,7 +121,10 @@ def test_body_beyond_the_limit_is_refused(pair: Cluster) -> None:
 
 def test_what_is_not_there_is_404(pair: Cluster) -> None:
     """Models, requests and paths that do not exist."""
-    check_refusal(pair.http.post("/v1/completions", content=raw_body(**{**VALID, "model": "gpt-9"})), param="model",
-                  statuses=(404,))
+    check_refusal(
+        pair.http.post("/v1/completions", content=raw_body(**{**VALID, "model": "gpt-9"})),
+        param="model",
+        statuses=(404,),
+    )
     for path in ("/v1/models/gpt-9", "/v1/requests/req-0", "/v1/nothing"):
         check_refusal(pair.http.get(path), param=None, statuses=(404,))

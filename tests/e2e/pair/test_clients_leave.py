@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
-from typing import Any
 
 import httpx
 import pytest
 
 from ..asking import events, raw_body
-from ..cluster import Cluster, poll_until
+from ..cluster import Cluster
 from ..golden import Golden, make_prompt
+from ..leaving import send, stream_in
 
 NUM_REQUESTS = 100
 NUM_CUT = 30
 CUT_WITHIN_S = 6.0
-
-
-def send(pair: Cluster, **body: Any) -> socket.socket:
-    """Sends a streamed completion over a plain socket and returns it, unread."""
-    data = raw_body(stream=True, **body)
-    connection = socket.create_connection(("127.0.0.1", pair.port), timeout=30)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n\r\n"
-    connection.sendall(head.encode() + data)
-    return connection
-
-
-def stream_in(pair: Cluster, *phases: str) -> str:
-    """Waits until the only stream is in one of ``phases``; returns its request id."""
-
-    def found() -> str | None:
-        return next((s["request_id"] for s in pair.status()["streams"] if s["phase"] in phases), None)
-
-    return str(poll_until(found, deadline_s=20, what=f"a stream in {phases}"))
 
 
 @pytest.mark.parametrize("phase", ["reserving", "prefilling"])

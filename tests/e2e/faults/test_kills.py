@@ -1,0 +1,236 @@
+"""Processes that die or stop while they work: what clients see, and that everything comes back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ..asking import ask, events, raw_body
+from ..cluster import MODEL, Cluster, poll_until
+from ..golden import Golden, make_prompt
+from ..leaving import send, stream_in
+
+ERROR_WITHIN_S = 2.0
+LONG = 1900
+"""Prompt tokens: more than a second of prefill."""
+
+
+def workers_of(cluster: Cluster, request_id: str) -> dict[str, dict[str, Any]]:
+    """Returns the prefill and decode worker of a request's last attempt."""
+    attempt = cluster.record(request_id)["attempts"][-1]
+    return {role: attempt[role] for role in ("prefill", "decode")}
+
+
+def wait_replaced(cluster: Cluster, dead: dict[str, Any]) -> None:
+    """Waits until the slot of a dead worker has a new life that is ready."""
+
+    def replaced() -> bool:
+        worker = cluster.workers()[dead["worker_id"]]
+        return bool(worker["state"] == "ready" and worker["incarnation"] != dead["incarnation"])
+
+    poll_until(replaced, deadline_s=60, what=f"{dead['worker_id']} is replaced")
+    assert cluster.workers()[dead["worker_id"]]["pid"] != dead["pid"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prefill_dies_before_the_first_delta(
+    whole: Cluster, client: openai.OpenAI, golden_bf16: Golden, stream: bool
+) -> None:
+    """An ordinary HTTP error within two seconds, decode's reservation free, a new life, the next request answered."""
+    answers: list[httpx.Response] = []
+    times: list[float] = []
+    body = raw_body(prompt=make_prompt(100 + stream, LONG), max_tokens=8, stream=stream)
+
+    def post() -> None:
+        with httpx.Client(base_url=whole.url, timeout=30) as http:
+            answers.append(http.post("/v1/completions", content=body))
+        times.append(time.monotonic())
+
+    thread = threading.Thread(target=post)
+    thread.start()
+    request_id = stream_in(whole, "prefilling")
+    dead = workers_of(whole, request_id)["prefill"]
+    killed_s = time.monotonic()
+    os.kill(dead["pid"], signal.SIGKILL)
+    thread.join(30)
+    assert times and times[0] - killed_s < ERROR_WITHIN_S
+    (answer,) = answers
+    assert answer.status_code == 502, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("upstream_error", "upstream_failed", None)
+    assert set(error) == {"message", "type", "param", "code"}
+    assert answer.headers["x-should-retry"] == "false"
+    assert answer.headers["x-request-id"] == request_id
+    decode = whole.workers()["decode-0"]
+    assert decode["pool_blocks"] - decode["used_blocks"] - decode["quarantined_blocks"] >= 0
+    wait_replaced(whole, dead)
+    whole.wait_idle()
+    record = whole.record(request_id)
+    assert record["phase"] == "failed" and not record["first_delta_sent"]
+    assert record["attempts"][0]["end_reason"] == "worker_exited"
+    prompt = make_prompt(102, 30)
+    assert ask(client, prompt=prompt, max_tokens=8).text == golden_bf16.run(prompt, 8).text
+
+
+def test_decode_dies_after_the_fifth_delta(whole: Cluster, client: openai.OpenAI, golden_bf16: Golden) -> None:
+    """What was delivered is a right beginning; then one error event, no [DONE], no finish; the client raises."""
+    prompt = make_prompt(103, 64)
+    pieces: list[str] = []
+    raw = client.completions.with_raw_response.create(
+        model=MODEL, prompt=prompt, max_tokens=500, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    request_id = raw.headers["x-request-id"]
+    dead = workers_of(whole, request_id)["decode"]
+    with pytest.raises(openai.APIError) as broken, raw.parse() as chunks:
+        for chunk in chunks:
+            assert chunk.choices[0].finish_reason is None
+            pieces.append(chunk.choices[0].text)
+            if len(pieces) == 5:
+                os.kill(dead["pid"], signal.SIGKILL)
+    error = broken.value.body
+    assert isinstance(error, dict)
+    assert error["type"] == "upstream_error" and error["code"] == "upstream_decode_interrupted"
+    assert error["reason"] == "worker_exited" and error["param"] is None
+    assert error["partial_output"] is True and error["retryable"] is False
+    assert error["request_id"] == request_id
+    delivered = error["delivered_output_tokens"]
+    right = golden_bf16.run(prompt, delivered, ignore_eos=True)
+    assert "".join(pieces).startswith(right.text) and delivered >= 5
+    longer = golden_bf16.run(prompt, delivered + 1, ignore_eos=True)
+    assert longer.text.startswith("".join(pieces)) or longer.text == "".join(pieces)
+    record = whole.record(request_id)
+    assert record["phase"] == "interrupted"
+    assert record["interruption"]["delivered_output_tokens"] == delivered
+    assert record["interruption"]["attempt_id"] == error["attempt_id"] == record["attempts"][0]["attempt_id"]
+    wait_replaced(whole, dead)
+    again = make_prompt(104, 30)
+    assert ask(client, prompt=again, max_tokens=8).text == golden_bf16.run(again, 8).text
+
+
+def test_decode_dies_and_the_raw_stream_ends_once(whole: Cluster) -> None:
+    """The bytes: whole events only, the usage asked for, one error event as the very last, a clean end."""
+    body = raw_body(
+        messages=[{"role": "user", "content": "Tell me a long story."}],
+        max_tokens=500,
+        ignore_eos=True,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    received = b""
+    with (
+        httpx.Client(base_url=whole.url, timeout=30) as http,
+        http.stream("POST", "/v1/chat/completions", content=body) as answer,
+    ):
+        dead = workers_of(whole, answer.headers["x-request-id"])["decode"]
+        killed = False
+        for data in answer.iter_raw():
+            received += data
+            if not killed and received.count(b'"content":') > 5:
+                os.kill(dead["pid"], signal.SIGKILL)
+                killed = True
+    assert killed
+    *chunks, last = events(received)
+    assert set(last) == {"error"} and last["error"]["code"] == "upstream_decode_interrupted"
+    assert "[DONE]" not in chunks and not any("error" in chunk for chunk in chunks)
+    usage = chunks.pop()
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] >= last["error"]["delivered_output_tokens"]
+    assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
+    wait_replaced(whole, dead)
+
+
+def test_blocks_outlive_the_worker_that_computed_them(
+    whole: Cluster, client: openai.OpenAI, golden_bf16: Golden
+) -> None:
+    """The other prefill worker loads what the dead one had stored, and says the same."""
+    prompt = make_prompt(105, 100)
+    stored = whole.stored_blocks()
+    first = ask(client, prompt=prompt, max_tokens=12)
+    assert first.cached_tokens == 0
+    whole.wait_stored(above=stored)
+    dead = workers_of(whole, first.request_id)["prefill"]
+    os.kill(dead["pid"], signal.SIGKILL)
+    poll_until(
+        lambda: (
+            whole.workers()[dead["worker_id"]]["incarnation"] != dead["incarnation"]
+            or whole.workers()[dead["worker_id"]]["state"] != "ready"
+        ),
+        deadline_s=10,
+        what="the death is known",
+    )
+    second = ask(client, prompt=prompt, max_tokens=12)
+    other = workers_of(whole, second.request_id)["prefill"]
+    assert other["incarnation"] != dead["incarnation"]
+    assert second.cached_tokens == 96
+    assert second.content == first.content
+    assert second.text == golden_bf16.run(prompt, 12).text
+    wait_replaced(whole, dead)
+
+
+def test_decode_that_pauses_within_its_lease_goes_on(
+    whole: Cluster, client: openai.OpenAI, golden_bf16: Golden
+) -> None:
+    """Stopped for a third of the lease in mid-stream: nothing is lost, repeated or broken off."""
+    prompt = make_prompt(106, 40)
+    pieces: list[str] = []
+    raw = client.completions.with_raw_response.create(
+        model=MODEL, prompt=prompt, max_tokens=40, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    pid = workers_of(whole, raw.headers["x-request-id"])["decode"]["pid"]
+    reason = None
+    with raw.parse() as chunks:
+        for chunk in chunks:
+            reason = chunk.choices[0].finish_reason
+            pieces.append(chunk.choices[0].text)
+            if len(pieces) == 5:
+                pause(pid, 0.7)
+    assert reason == "length"
+    assert "".join(pieces) == golden_bf16.run(prompt, 40, ignore_eos=True).text
+    assert whole.pids()["decode-0"] == pid
+
+
+def pause(pid: int, seconds: float) -> None:
+    """Stops a process for a while: the fault itself, nothing waits for it."""
+    os.kill(pid, signal.SIGSTOP)
+    threading.Event().wait(seconds)
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_store_dies_and_requests_go_on(whole: Cluster, client: openai.OpenAI, golden_bf16: Golden) -> None:
+    """Without its store a prompt is computed; the new store fills again."""
+    pid = whole.status()["store"][0]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    prompt = make_prompt(107, 64)
+    answer = ask(client, prompt=prompt, max_tokens=8)
+    assert answer.text == golden_bf16.run(prompt, 8).text
+
+    def back() -> bool:
+        store = whole.status()["store"]
+        return bool(store and store[0]["pid"] != pid and store[0]["clients"] == 3 - 1)
+
+    poll_until(back, deadline_s=30, what="a new store has its clients back")
+    other = make_prompt(108, 64)
+    stored = whole.stored_blocks()
+    first = ask(client, prompt=other, max_tokens=8)
+    whole.wait_stored(above=stored)
+    second = ask(client, prompt=other, max_tokens=8)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 63)
+    assert first.content == second.content
+
+
+def test_client_leaves_while_decode_is_dead(whole: Cluster) -> None:
+    """Two ends at once close the books once."""
+    with send(whole, prompt=make_prompt(109, 30), max_tokens=500, ignore_eos=True):
+        request_id = stream_in(whole, "delivering")
+        dead = workers_of(whole, request_id)["decode"]
+        os.kill(dead["pid"], signal.SIGKILL)
+    wait_replaced(whole, dead)
+    whole.wait_idle()
+    assert whole.record(request_id)["phase"] in ("cancelled", "interrupted")
