@@ -28,7 +28,7 @@ serve: model ## start a cluster on this machine and serve; Ctrl-C stops it
 	@exec $(BIN)/kopir serve $(ARGS)
 
 test: model ## all tests: pure cores, simulator, end to end with the real model
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: setup ## lint, formatting, types, dependency directions
 	$(BIN)/ruff check .
