@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.network import call_inside
 from bench.report import Report, Row, finish, make_target, make_unmeasured
 from bench.transfer_inproc import measure_inproc
 from bench.transfer_peer import (
@@ -92,13 +93,18 @@ class Pair:
         self._next_tag = 0
         self._ask(Setup(POOL_BYTES))
 
-    def relink(self) -> float:
-        """Opens fresh transports on both sides. Returns seconds from the first connect to a warm link."""
+    def relink(self, namespaces: tuple[str, str] | None = None) -> float:
+        """Opens fresh transports on both sides. Returns seconds from the first connect to a warm link.
+
+        ``namespaces``: the sender's and the receiver's network namespace; the link is then a network one.
+        """
         self.close_transport()
-        transport = self._transport = UcxTransport()
-        address = self._ask(Relink(transport.address()))
+        ours, theirs = namespaces or (None, None)
+        transport = self._transport = call_inside(ours, UcxTransport)
+        same_host = namespaces is None
+        address = self._ask(Relink(transport.address(), same_host, theirs))
         before = time.perf_counter()
-        transport.connect(RECEIVER, address, same_host=True, deadline_s=DEADLINE_S)
+        transport.connect(RECEIVER, address, same_host=same_host, deadline_s=DEADLINE_S)
         self._connection.recv()
         return time.perf_counter() - before
 

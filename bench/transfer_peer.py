@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.network import call_inside
 from kvstore.digest import block_digest
 from kvstore.transport.base import BlockReceive, BlockSend, TransferResult, Transport
 from kvstore.transport.ucx import UcxTransport
@@ -33,9 +34,14 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Relink:
-    """Open a fresh transport and connect it to the sender at ``address``."""
+    """Open a fresh transport and connect it to the sender at ``address``, over memory or over the network.
+
+    ``namespace``: the network namespace to live in; None stays where the process is.
+    """
 
     address: bytes
+    same_host: bool = True
+    namespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +155,9 @@ class _Receiver:
     def _relink(self, step: Relink) -> None:
         if self._transport is not None:
             self._transport.close()
-        self._transport = UcxTransport()
+        self._transport = call_inside(step.namespace, UcxTransport)
         self._connection.send(self._transport.address())
-        self._transport.connect(SENDER, step.address, same_host=True, deadline_s=DEADLINE_S)
+        self._transport.connect(SENDER, step.address, same_host=step.same_host, deadline_s=DEADLINE_S)
         self._connection.send(True)
 
     def _land(self, step: Land) -> Landed:
