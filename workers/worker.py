@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from kvstore.core.messages import (
     StatusAsk,
 )
 from kvstore.net.handshake import PeerInfo
-from kvstore.net.host import host_identity
+from kvstore.net.host import boottime_ns, host_identity
 from kvstore.store.client import StoreClient
 from kvstore.transport.base import Transport
 from workers.decode import DecodeSide
@@ -96,7 +95,7 @@ class Worker:
         self._engine = EngineLoop(
             engine,
             chunk_tokens=spec.chunk_tokens,
-            clock_ns=_boottime_ns,
+            clock_ns=boottime_ns,
             on_tokens=lambda tokens: self._links.call(self._on_tokens, tokens),
             on_decode_fault=lambda keys, error: self._links.call(self._on_engine_fault, keys, error),
         )
@@ -175,7 +174,7 @@ class Worker:
             "memory": self._memory,
             "transport": self._transport,
             "engine": self._engine,
-            "clock_ns": _boottime_ns,
+            "clock_ns": boottime_ns,
             "post": self._links.call,
         }
         if spec.role != "prefill":
@@ -209,7 +208,7 @@ class Worker:
             me=self._me,
             secret=self._secret,
             lease_ms=self._spec.lease_ms,
-            clock_ns=_boottime_ns,
+            clock_ns=boottime_ns,
             on_message=self._on_ingress_message,
             on_granted=self._on_granted,
             on_lease_expired=self._on_lease_expired,
@@ -381,8 +380,3 @@ def _make_transport(spec: WorkerSpec) -> Transport:
     from kvstore.transport.ucx import UcxTransport
 
     return UcxTransport(has_network=spec.bind_host not in LOOPBACK_HOSTS)
-
-
-def _boottime_ns() -> int:
-    """Leases count suspended time too."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from cluster.ingress.backend import RelayBackend
 from cluster.ingress.metrics import IngressMetrics
 from cluster.view import ClusterView
 from kvstore.net.handshake import PeerInfo
-from kvstore.net.host import host_identity
+from kvstore.net.host import boottime_ns, host_identity
 from workers.model.config import read_config
 from workers.model.digests import model_digests
 
@@ -60,7 +59,7 @@ class IngressApp:
             vocab_size=read_config(folder).vocab_size,
             system_fingerprint=f"kopir-{config.dtype}-{model_digests(folder)['weights'][:12]}",
             registry=self._metrics.registry,
-            clock_ns=_boottime_ns,
+            clock_ns=boottime_ns,
         )
 
     def build(
@@ -122,8 +121,3 @@ class IngressApp:
             "leases": sum(worker.get("leases", 0) for worker in workers),
             "streams": streams,
         }
-
-
-def _boottime_ns() -> int:
-    """Leases count suspended time too."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)

@@ -10,9 +10,15 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import time
 from pathlib import Path
 
 from kvstore.core.ids import Incarnation
+
+
+def boottime_ns() -> int:
+    """Returns CLOCK_BOOTTIME in nanoseconds: leases count the time that a machine was suspended, too."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def new_incarnation() -> Incarnation:

@@ -21,9 +21,9 @@ from kvstore.core.ids import BlockDigest, BlockHash
 from kvstore.errors import FatalError, KopirError, PeerLost, ProtocolError
 from kvstore.net.channel import Channel, connect
 from kvstore.net.handshake import PeerInfo
+from kvstore.net.host import boottime_ns
 from kvstore.store.copying import copy_block, zero_block
 from kvstore.store.messages import Attach, Attached, AttachRefused, StatAsk, StoreStat, ToClient, WritesEnded
-from kvstore.store.node import boottime_ns
 from kvstore.store.session import LeasedPrefix, StoreSession, WriteReservation
 from kvstore.store.slab import Slab, open_slab
 

@@ -20,8 +20,9 @@ import msgspec
 from kvstore.core.eviction import LruPolicy
 from kvstore.core.slab_index import SlabIndex
 from kvstore.net.handshake import PeerInfo
+from kvstore.net.host import boottime_ns
 from kvstore.net.host import host_identity as resolve_host_identity
-from kvstore.store.node import StoreNode, boottime_ns
+from kvstore.store.node import StoreNode
 from kvstore.store.slab import SHM_DIR, Slab, create_slab
 
 CLOSE_DEADLINE_S = 5.0

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from kvstore.core.slab_index import HolderId, LeaseId, SlabIndex
 from kvstore.errors import KopirError, ProtocolError
 from kvstore.net.channel import Channel, ChannelServer
 from kvstore.net.handshake import PeerInfo
-from kvstore.net.host import ProcessWatch
+from kvstore.net.host import ProcessWatch, boottime_ns
 from kvstore.store.messages import (
     STORE_VERSION,
     AbortBlocks,
@@ -56,11 +55,6 @@ ATTACH_DEADLINE_S = 5.0
 LEASE_DRIFT = 0.01
 LEASE_MARGIN_NS = 20_000_000
 TIMER_STEP_S = 0.01
-
-
-def boottime_ns() -> int:
-    """Returns nanoseconds since boot, suspended time included."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 @dataclass(slots=True)

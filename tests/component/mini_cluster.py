@@ -19,7 +19,7 @@ from cluster.ingress.backend import RelayBackend
 from cluster.view import ClusterView, WorkerView
 from kvstore.core.messages import GenerationSpec, SamplingParams
 from kvstore.net.handshake import PeerInfo
-from kvstore.net.host import host_identity, new_incarnation
+from kvstore.net.host import boottime_ns, host_identity, new_incarnation
 from kvstore.store.host import StoreHost
 from workers.engine import Engine
 from workers.kv_pool import KvPool
@@ -253,7 +253,3 @@ def decode_address(join: WorkerJoin) -> DecodeAddress:
     return DecodeAddress(
         worker_id=join.worker_id, incarnation=join.incarnation, kv_host=join.kv_host, kv_port=join.kv_port
     )
-
-
-def boottime_ns() -> int:
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
