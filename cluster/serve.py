@@ -7,18 +7,19 @@ and workers, with the HTTP side coming up at the same time -> ready -> waits for
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
 import httpx
-import psutil
 
 from cluster import machine, ray_environment, runfile
 from cluster import plan as planning
@@ -33,6 +34,7 @@ READY_DEADLINE_S = 60.0
 READY_POLL_S = 0.05
 SECRET_BYTES = 32
 DOWN_DEADLINE_S = 10.0
+DOWN_POLL_S = 0.05
 
 
 def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
@@ -104,14 +106,16 @@ def down(address: str | None) -> bool:
         if address is not None and address not in (info.ray_address, info.url):
             continue
         found = True
-        process = psutil.Process(info.pid)
-        process.terminate()
-        try:
-            process.wait(DOWN_DEADLINE_S)
-        except psutil.TimeoutExpired as error:
-            raise EnvironmentProblem(
-                f"process {info.pid} did not stop within {DOWN_DEADLINE_S:.0f} s; end it with kill -9"
-            ) from error
+        with suppress(ProcessLookupError):
+            os.kill(info.pid, signal.SIGTERM)
+        deadline = time.monotonic() + DOWN_DEADLINE_S
+        # Asked this way, a process that has ended but whose parent has not noticed yet counts as ended.
+        while runfile.is_running(info):
+            if time.monotonic() > deadline:
+                raise EnvironmentProblem(
+                    f"process {info.pid} did not stop within {DOWN_DEADLINE_S:.0f} s; end it with kill -9"
+                )
+            time.sleep(DOWN_POLL_S)
     return found
 
 
