@@ -95,6 +95,12 @@ class Place:
                 continue  # It ended while we looked.
         return found
 
+    def keep_logs(self, folder: Path) -> None:
+        """Copies the log of the serve and those of its processes, for whoever has to find out what happened."""
+        shutil.copy(self.log, folder)
+        for path in self.folder.glob("kopir-ray-*/session_2*/logs"):
+            shutil.copytree(path, folder / path.parent.name, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -133,6 +139,7 @@ class Cluster:
         self._shared_before = shared_files()
         path = place.write_config({**config, "server": {"port": self.port}})
         started_s = time.monotonic()
+        self._log_start = place.log.stat().st_size if place.log.exists() else 0
         with place.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [KOPIR, "--debug", "serve", "--config", path],
@@ -151,7 +158,7 @@ class Cluster:
 
     def _is_ready(self) -> bool:
         assert self.process.poll() is None, f"kopir serve ended with {self.process.returncode}"
-        return f"Kopir is ready at {self.url}/v1" in self.place.log.read_text(errors="replace")
+        return f"Kopir is ready at {self.url}/v1" in self._log()
 
     # --- asking -----------------------------------------------------------------------------------------------
 
@@ -287,7 +294,10 @@ class Cluster:
 
     def log_tail(self, num_chars: int = 4000) -> str:
         """Returns the end of what ``kopir serve`` wrote."""
-        return self.place.log.read_text(errors="replace")[-num_chars:]
+        return self._log()[-num_chars:]
+
+    def _log(self) -> str:
+        return self.place.log.read_bytes()[self._log_start :].decode(errors="replace")
 
 
 def busy(status: Status) -> list[str]:

@@ -16,8 +16,11 @@ RunCluster = Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[Clu
 
 
 @pytest.fixture(scope="session")
-def run_cluster(model_folder: Path) -> RunCluster:
-    """Returns ``run(config)``: a cluster for a with block, stopped and checked at its end."""
+def run_cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunCluster:
+    """Returns ``run(config)``: a cluster for a with block, stopped and checked at its end.
+
+    The logs of all its processes stay in pytest's folder of temporary files (``cluster-logs*``).
+    """
 
     @contextlib.contextmanager
     def run(config: Mapping[str, Any]) -> Iterator[Cluster]:
@@ -32,6 +35,7 @@ def run_cluster(model_folder: Path) -> RunCluster:
             if cluster.process.poll() is None or place.processes():
                 cluster.stop()
         finally:
+            place.keep_logs(tmp_path_factory.mktemp("cluster-logs"))
             place.close()
 
     return run

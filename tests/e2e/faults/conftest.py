@@ -21,11 +21,9 @@ CONFIG = {
 
 @pytest.fixture(scope="package")
 def prey(run_cluster: RunCluster) -> Iterator[Cluster]:
-    """The cluster that gets killed at. Idle at its end."""
+    """The cluster that gets killed at; the last test of the package ends it."""
     with run_cluster(CONFIG) as cluster:
         yield cluster
-        cluster.wait_ready()
-        cluster.wait_idle()
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ import socket
 import subprocess
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
-from ..asking import ask
+from ..asking import ask, events, raw_body
 from ..cluster import KOPIR, MARK, SHARED_MEMORY, Cluster, Place, poll_until, shared_files
 from ..golden import Golden, make_prompt
 from .conftest import CONFIG
@@ -83,19 +84,18 @@ def test_unknown_setting_is_one_line(place: Place) -> None:
 
 def test_interrupt_ends_everything_and_a_second_start_works_at_once(prey: Cluster, golden_bf16: Golden) -> None:
     """Ctrl-C in mid-stream: the client is told, all is gone within five seconds, the same port serves again."""
-    with prey.client() as client:
-        raw = client.completions.with_raw_response.create(
-            model="smollm2-135m-instruct",
-            prompt=make_prompt(110, 30),
-            max_tokens=900,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        assert raw.status_code == 200
-        with raw.parse() as chunks:
-            next(iter(chunks))
-            prey.stop(signal.SIGINT)
+    body = raw_body(prompt=make_prompt(110, 30), max_tokens=900, ignore_eos=True, stream=True)
+    with (
+        httpx.Client(base_url=prey.url, timeout=30) as http,
+        http.stream("POST", "/v1/completions", content=body) as answer,
+    ):
+        assert answer.status_code == 200
+        parts = answer.iter_raw()
+        received = next(parts)
+        prey.stop(signal.SIGINT)
+        received += b"".join(parts)
+    last = events(received)[-1]
+    assert last["error"]["code"] == "upstream_decode_interrupted" and last["error"]["reason"] == "shutdown"
     again = Cluster(prey.place, CONFIG, port=prey.port)
     try:
         prompt = make_prompt(111, 30)
