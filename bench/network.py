@@ -11,6 +11,7 @@ import secrets
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -29,53 +30,54 @@ NAMESPACE_FOLDER = Path("/var/run/netns")
 
 
 @dataclass(frozen=True, slots=True)
-class Cable:
-    """Two namespaces and the addresses of their ends of the cable."""
+class Place:
+    """One end of a cable: a namespace, its only device that leads anywhere, and that device's address."""
 
-    namespaces: tuple[str, str]
-    hosts: tuple[str, str]
+    namespace: str
+    device: str
+    host: str
 
 
 @contextmanager
-def cable() -> Iterator[Cable]:
+def cable() -> Iterator[tuple[Place, Place]]:
     """Makes two namespaces joined by a veth pair and removes them. Raises: EnvironmentProblem where that cannot be."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise EnvironmentProblem("network namespaces need root and the ip command (Debian, Ubuntu: iproute2)")
     mark = secrets.token_hex(3)
-    made = Cable((f"kopir-a-{mark}", f"kopir-b-{mark}"), ("10.78.0.1", "10.78.0.2"))
-    devices = (f"ka{mark}", f"kb{mark}")
+    ends = (Place(f"kopir-a-{mark}", f"ka{mark}", "10.78.0.1"), Place(f"kopir-b-{mark}", f"kb{mark}", "10.78.0.2"))
+    here, there = ends
     try:
-        for namespace in made.namespaces:
-            _ip("netns", "add", namespace)
-        _ip("link", "add", devices[0], "netns", made.namespaces[0], "type", "veth", "peer", "name", devices[1],
-            "netns", made.namespaces[1])  # fmt: skip
-        for namespace, device, host in zip(made.namespaces, devices, made.hosts, strict=True):
-            _ip("-n", namespace, "addr", "add", f"{host}/24", "dev", device)
-            _ip("-n", namespace, "link", "set", device, "up")
-            _ip("-n", namespace, "link", "set", "lo", "up")
-        yield made
+        for end in ends:
+            _ip("netns", "add", end.namespace)
+        peer = ["peer", "name", there.device, "netns", there.namespace]
+        _ip("link", "add", here.device, "netns", here.namespace, "type", "veth", *peer)
+        for end in ends:
+            _ip("-n", end.namespace, "addr", "add", f"{end.host}/24", "dev", end.device)
+            _ip("-n", end.namespace, "link", "set", end.device, "up")
+            _ip("-n", end.namespace, "link", "set", "lo", "up")
+        for end in ends:
+            _wait_until_up(end)
+        yield ends
     finally:
-        for namespace in made.namespaces:
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=COMMAND_DEADLINE_S)
+        for end in ends:
+            subprocess.run(["ip", "netns", "del", end.namespace], capture_output=True, timeout=COMMAND_DEADLINE_S)
 
 
-def call_inside(namespace: str | None, make: Callable[[], T]) -> T:
-    """Calls ``make`` on a thread inside a network namespace; threads that it starts stay there. None: calls it here.
+def call_inside(place: Place, make: Callable[[], T]) -> T:
+    """Calls ``make`` on a thread inside a network namespace; threads that it starts stay there.
 
     The thread gets mounts of its own as well, because interfaces are listed under /sys.
     """
-    if namespace is None:
-        return make()
     future: Future[T] = Future()
 
     def run() -> None:
         try:
-            _enter(namespace)
+            _enter(place.namespace)
             future.set_result(make())
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name=f"kopir-in-{namespace}")
+    thread = threading.Thread(target=run, name=f"kopir-in-{place.namespace}")
     thread.start()
     thread.join()
     return future.result()
@@ -99,7 +101,17 @@ def _call(name: str, *arguments: object) -> None:
         raise EnvironmentProblem(f"cannot enter a network namespace: {name}: {os.strerror(ctypes.get_errno())}")
 
 
-def _ip(*arguments: str) -> None:
+def _wait_until_up(end: Place) -> None:
+    """The kernel finds out about a carrier a moment after the device was switched on."""
+    deadline = time.monotonic() + COMMAND_DEADLINE_S
+    while "state UP" not in _ip("-n", end.namespace, "link", "show", "dev", end.device):
+        if time.monotonic() > deadline:
+            raise EnvironmentProblem(f"the cable's end {end.device} does not come up")
+        time.sleep(0.01)
+
+
+def _ip(*arguments: str) -> str:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
     if done.returncode != 0:
         raise EnvironmentProblem(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout

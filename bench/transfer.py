@@ -17,9 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.network import call_inside
+from bench.network import Place
 from bench.report import Report, Row, finish, make_target, make_unmeasured
 from bench.transfer_inproc import measure_inproc
+from bench.transfer_network import measure_network
 from bench.transfer_peer import (
     DEADLINE_S,
     RECEIVER,
@@ -32,6 +33,7 @@ from bench.transfer_peer import (
     Relink,
     Setup,
     Watch,
+    open_transport,
     percentiles_us,
     serve,
 )
@@ -52,6 +54,7 @@ ROUND_TRIP_BYTES = 64
 JOIN_S = 10.0
 
 SIZES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, KV_BLOCK_BYTES, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+NETWORK_SIZES = (KV_BLOCK_BYTES, 4 * MIB)
 QUICK_SIZES = (4 * KIB, 64 * KIB, KV_BLOCK_BYTES, 4 * MIB)
 KV_TOKENS = (16, 64, 256, 1024, 2048, 4096)
 
@@ -93,18 +96,17 @@ class Pair:
         self._next_tag = 0
         self._ask(Setup(POOL_BYTES))
 
-    def relink(self, namespaces: tuple[str, str] | None = None) -> float:
+    def relink(self, ends: tuple[Place, Place] | None = None) -> float:
         """Opens fresh transports on both sides. Returns seconds from the first connect to a warm link.
 
-        ``namespaces``: the sender's and the receiver's network namespace; the link is then a network one.
+        ``ends``: where the sender and the receiver live on a cable; without it both use this host's memory.
         """
         self.close_transport()
-        ours, theirs = namespaces or (None, None)
-        transport = self._transport = call_inside(ours, UcxTransport)
-        same_host = namespaces is None
-        address = self._ask(Relink(transport.address(), same_host, theirs))
+        ours, theirs = ends or (None, None)
+        transport = self._transport = open_transport(ours)
+        address = self._ask(Relink(transport.address(), theirs))
         before = time.perf_counter()
-        transport.connect(RECEIVER, address, same_host=same_host, deadline_s=DEADLINE_S)
+        transport.connect(RECEIVER, address, same_host=ends is None, deadline_s=DEADLINE_S)
         self._connection.recv()
         return time.perf_counter() - before
 
@@ -219,8 +221,13 @@ def run_transfer(*, quick: bool, json_path: Path | None, plot_path: Path | None,
         report.rows.append(_measure_round_trip(linked, effort))
         for block_bytes in effort.sizes:
             report.rows.append(_measure_latency(linked, block_bytes, effort))
+        write("between network namespaces ...")
+        network_rows, network_targets = measure_network(
+            linked, tuple((size, _batch_blocks(size)) for size in NETWORK_SIZES), repeats=max(3, effort.repeats // 2)
+        )
+        report.rows += network_rows
     report.rows += measure_inproc((KV_BLOCK_BYTES, 4 * MIB), batch_bytes=BATCH_BYTES, repeats=effort.repeats)
-    report.targets += _targets(report.rows)
+    report.targets += _targets(report.rows) + network_targets
     report.notes.append("throughput is end to end: from push to verified, control message included; medians")
     _show(report)
     if plot_path is not None:
@@ -359,6 +366,11 @@ def _show(report: Report) -> None:
     columns += ["digest_gb_per_s", "cpu_s_per_gib"]
     report.show("Throughput by block size, and by blocks in flight", columns, rows("size", "window", "inproc"))
     report.show("KV of a prompt, verified", ["tokens", "bytes", "ms", "gb_per_s"], rows("prompt"))
+    report.show(
+        "Between network namespaces over TCP, verified",
+        ["backend", "block_bytes", "num_blocks", "ms", "gb_per_s", "cpu_s_per_gib"],
+        rows("network"),
+    )
     columns = ["kind", "block_bytes", "repeats", "p50_us", "p99_us", "p999_us"]
     report.show("Single blocks one way, and 64 bytes there and back", columns, rows("latency", "round_trip"))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.network import call_inside
+from bench.network import Place, call_inside
 from kvstore.digest import block_digest
 from kvstore.transport.base import BlockReceive, BlockSend, TransferResult, Transport
 from kvstore.transport.ucx import UcxTransport
@@ -34,14 +34,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Relink:
-    """Open a fresh transport and connect it to the sender at ``address``, over memory or over the network.
-
-    ``namespace``: the network namespace to live in; None stays where the process is.
-    """
+    """Open a fresh transport and connect it to the sender at ``address``: by memory, or over a cable from ``place``."""
 
     address: bytes
-    same_host: bool = True
-    namespace: str | None = None
+    place: Place | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +151,9 @@ class _Receiver:
     def _relink(self, step: Relink) -> None:
         if self._transport is not None:
             self._transport.close()
-        self._transport = call_inside(step.namespace, UcxTransport)
+        self._transport = open_transport(step.place)
         self._connection.send(self._transport.address())
-        self._transport.connect(SENDER, step.address, same_host=step.same_host, deadline_s=DEADLINE_S)
+        self._transport.connect(SENDER, step.address, same_host=step.place is None, deadline_s=DEADLINE_S)
         self._connection.send(True)
 
     def _land(self, step: Land) -> Landed:
@@ -223,6 +219,13 @@ class _Receiver:
         self._connection.send(True)
         done.result()
         self._connection.send(True)
+
+
+def open_transport(place: Place | None) -> UcxTransport:
+    """Returns a transport here, or one at the end of a cable that knows no other device."""
+    if place is None:
+        return UcxTransport()
+    return call_inside(place, lambda: UcxTransport(network_devices=(place.device,)))
 
 
 def percentiles_us(samples_s: list[float]) -> dict[str, Any]:
