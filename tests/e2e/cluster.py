@@ -6,6 +6,7 @@ found again. Life cycle: ``start`` -> ready -> requests, kills -> ``stop``, whic
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -105,9 +106,17 @@ class Place:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def shared_files() -> set[str]:
-    """Returns the names of Kopir's files in shared memory."""
-    return {path.name for path in SHARED_MEMORY.glob("kopir*")}
+def abandoned_files() -> set[str]:
+    """Returns the names of Kopir's files in shared memory whose owner, who keeps them locked, is gone."""
+    names = set()
+    for path in SHARED_MEMORY.glob("kopir*"):
+        try:
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            names.add(path.name)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # It belongs to somebody who lives, or it went away just now.
+    return names
 
 
 def free_port() -> int:
@@ -136,7 +145,7 @@ class Cluster:
         self.place = place
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._shared_before = shared_files()
+        self._abandoned_before = abandoned_files()
         path = place.write_config({**config, "server": {"port": self.port}})
         started_s = time.monotonic()
         self._log_start = place.log.stat().st_size if place.log.exists() else 0
@@ -275,7 +284,7 @@ class Cluster:
             self.http.close()
         seconds = time.monotonic() - started_s
         assert code == 0, f"kopir serve ended with {code}\n{self.log_tail()}"
-        left_files = shared_files() - self._shared_before
+        left_files = abandoned_files() - self._abandoned_before
         assert not left_files, f"left in shared memory: {left_files}"
         assert not list((self.place.folder / "run" / "kopir").glob("*.json")), "a run file is left"
         return seconds
@@ -289,7 +298,7 @@ class Cluster:
                 continue
         self.process.kill()
         self.process.wait(STOP_DEADLINE_S)
-        for name in shared_files() - self._shared_before:
+        for name in abandoned_files() - self._abandoned_before:
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def log_tail(self, num_chars: int = 4000) -> str:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ..asking import ask, events, raw_body
-from ..cluster import KOPIR, MARK, SHARED_MEMORY, Cluster, Place, poll_until, shared_files
+from ..cluster import KOPIR, MARK, SHARED_MEMORY, Cluster, Place, abandoned_files, poll_until
 from ..golden import Golden, make_prompt
 from .conftest import CONFIG
 
@@ -30,7 +30,7 @@ def place() -> Iterator[Place]:
 
 def refused(place: Place, *arguments: str) -> str:
     """Starts ``kopir serve``; asserts one line, a failing status and nothing left. Returns the line."""
-    before = shared_files()
+    before = abandoned_files()
     done = subprocess.run(
         [KOPIR, "serve", *arguments],
         env=place.environment,
@@ -45,7 +45,7 @@ def refused(place: Place, *arguments: str) -> str:
     (line,) = done.stderr.splitlines()
     assert line.startswith("kopir: error: ")
     poll_until(lambda: not place.processes(), deadline_s=5, what=f"nothing is left of {MARK}")
-    assert shared_files() <= before
+    assert abandoned_files() <= before
     assert not list(place.folder.glob("run/kopir/*.json"))
     return line
 
