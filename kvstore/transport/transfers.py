@@ -90,14 +90,24 @@ class _GivenUp:
 
 
 class TransferBook:
-    """See the module. ``name`` prefixes the counters; ``ended`` tells how a completed request ended."""
+    """See the module. ``name`` prefixes the counters; ``ended`` tells how a completed request ended.
 
-    def __init__(self, name: str, ended: Callable[[Any], RequestEnd]) -> None:
+    ``digest`` returns the digest of a request's destination, for a backend that has made it already.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ended: Callable[[Any], RequestEnd],
+        *,
+        digest: Callable[[Any, np.ndarray], bytes] = lambda request, buffer: block_digest(buffer),
+    ) -> None:
         self.on_settled: Callable[[list[int]], None] | None = None
         self.on_broken: Callable[[str], None] = lambda peer: None
         """Called with a peer whose request broke."""
         self._name = name
         self._ended = ended
+        self._digest = digest
         self._batches: list[Batch] = []
         self._given_up: list[_GivenUp] = []
         self._unproved: dict[str, list[_GivenUp]] = {}
@@ -249,7 +259,9 @@ class TransferBook:
             batch.broken.append(self._given_up_of(batch, index))
             return TransferResult.PEER_LOST
         digest = batch.digests[index]
-        if end is RequestEnd.DONE and (digest is None or block_digest(batch.buffers[index]) == digest):
+        if end is RequestEnd.DONE and (
+            digest is None or self._digest(batch.requests[index], batch.buffers[index]) == digest
+        ):
             return TransferResult.OK
         return TransferResult.CORRUPT
 

@@ -26,6 +26,7 @@ import numpy as np
 from kvstore.digest import block_digest
 from kvstore.errors import DeadlineExceeded, PeerLost
 from kvstore.transport.base import BlockReceive, BlockSend, Results, TransferResult, Transport
+from kvstore.transport.pieces import PIECE_BYTES, BrokenPieces, DigestHelper, LandingPieces, Pieces, cut
 from kvstore.transport.transfers import Batch, Direction, RequestEnd, TransferBook, bytes_of, fail, running
 from kvstore.transport.ucx_device import UcxDevice
 
@@ -116,6 +117,7 @@ class UcxTransport(Transport):
         self._held: dict[str, list[_Link]] = {}
         """Links that UCX did not let go of cleanly, with the memory of their warm-up, by peer."""
         self._device: UcxDevice
+        self._helper: DigestHelper
         self._book: TransferBook
         self._busy_until = 0.0
         opened: Future[bytes] = Future()
@@ -196,7 +198,8 @@ class UcxTransport(Transport):
         try:
             # Made on this thread, because UCX gives its worker to one thread only.
             self._device = self._make_device()
-            self._book = TransferBook(self.name, self._device.ended)
+            self._helper = DigestHelper(self._wake)
+            self._book = TransferBook(self.name, self._ended, digest=_digest)
             self._book.on_settled = self._notify_settled
             self._book.on_broken = self._on_broken
         except BaseException as error:
@@ -241,6 +244,10 @@ class UcxTransport(Transport):
             self._device.sleep(timeout_s)
         self._is_asleep = False
 
+    def _wake(self) -> None:
+        """Makes the thread look again. Any thread."""
+        self._enqueue(lambda: None, None)
+
     def _run_commands(self) -> bool:
         """Carries out the commands that wait. One that fails is logged and ends with its fault."""
         ran = False
@@ -277,6 +284,7 @@ class UcxTransport(Transport):
             fail(closing.future, PeerLost(f"the transport ended before the link to {closing.peer} was closed"))
         for link in self._links.values():
             self._fail_waiters(link, PeerLost("the transport ended"))
+        self._helper.close()
         self._device.close()
 
     # --- the transport's thread: transfers --------------------------------------------------------------------
@@ -287,10 +295,9 @@ class UcxTransport(Transport):
             self._refuse(batch)
             return
         is_send = batch.direction is Direction.SEND
-        post = self._device.send if is_send else self._device.receive
         try:
-            for tag, buffer in zip(batch.tags, batch.buffers, strict=True):
-                batch.requests.append(post(link.endpoint, buffer, tag))
+            for tag, buffer, digest in zip(batch.tags, batch.buffers, batch.digests, strict=True):
+                batch.requests.append(self._post_block(link, batch.direction, tag, buffer, digest is not None))
         except PeerLost as error:
             logger.warning("post_failed peer=%s error=%s", batch.peer, error)
         batch.is_settled_by_end = self._device.is_settled_by_end(batch.direction, same_host=link.same_host)
@@ -298,6 +305,32 @@ class UcxTransport(Transport):
             is_send and link.same_host and all(buffer.nbytes >= NAP_BLOCK_BYTES for buffer in batch.buffers)
         )
         self._book.begin(batch)
+
+    def _post_block(self, link: _Link, direction: Direction, tag: int, buffer: np.ndarray, is_verified: bool) -> Any:
+        """Returns the request of one block. Raises: PeerLost when not a single piece could be posted."""
+        post = self._device.send if direction is Direction.SEND else self._device.receive
+        if buffer.nbytes <= PIECE_BYTES:
+            return post(link.endpoint, buffer, tag)
+        requests: list[Any] = []
+        try:
+            for piece in cut(buffer):
+                requests.append(post(link.endpoint, piece, tag))
+        except PeerLost:
+            if not requests:
+                raise
+            # What was posted can still move; the link is broken and ends it.
+            return BrokenPieces(requests)
+        if direction is Direction.RECEIVE and is_verified:
+            return LandingPieces(requests, buffer, self._helper)
+        return Pieces(requests)
+
+    def _ended(self, request: Any) -> RequestEnd:
+        if not isinstance(request, Pieces):
+            return self._device.ended(request)
+        if isinstance(request, BrokenPieces):
+            return RequestEnd.BROKEN
+        ends = {self._device.ended(piece) for piece in request.requests}
+        return next((end for end in (RequestEnd.BROKEN, RequestEnd.DAMAGED) if end in ends), RequestEnd.DONE)
 
     def _notify_settled(self, tags: list[int]) -> None:
         if self.on_settled is not None:
@@ -399,6 +432,10 @@ class UcxTransport(Transport):
         for waiter in link.waiters:
             fail(waiter.future, error)
         link.waiters = []
+
+
+def _digest(request: Any, buffer: np.ndarray) -> bytes:
+    return request.digest() if isinstance(request, LandingPieces) else block_digest(buffer)
 
 
 def warm_tag(address: bytes) -> int:

@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 
 from kvstore.errors import EnvironmentProblem, PeerLost
+from kvstore.transport.pieces import PIECE_BYTES
 from kvstore.transport.transfers import Direction, RequestEnd
 
 LOCAL_CONFIG = {
@@ -46,10 +47,14 @@ NETWORK_CONFIG = {
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer needs to connect: the UCX worker address of each lane; no network lane, no address."""
+    """What a peer needs to connect: the UCX worker address of each lane; no network lane, no address.
+
+    ``piece_bytes``: how blocks are cut; both sides must do it alike.
+    """
 
     local: bytes
     network: bytes | None
+    piece_bytes: int
 
 
 @dataclass(slots=True)
@@ -86,7 +91,7 @@ class UcxDevice:
             raise EnvironmentProblem(f"UCX cannot be used: {error}") from error
         network = self._lanes.get(False)
         self.address = msgspec.msgpack.encode(
-            Address(self._lanes[True].address, None if network is None else network.address)
+            Address(self._lanes[True].address, None if network is None else network.address, PIECE_BYTES)
         )
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -101,6 +106,8 @@ class UcxDevice:
             theirs = msgspec.msgpack.decode(address, type=Address)
         except msgspec.MsgspecError as error:
             raise PeerLost(f"not a transport address: {error}") from error
+        if theirs.piece_bytes != PIECE_BYTES:
+            raise PeerLost(f"the peer cuts blocks at {theirs.piece_bytes} bytes, this side at {PIECE_BYTES}")
         lane, worker_address = self._lanes.get(same_host), theirs.local if same_host else theirs.network
         if lane is None or worker_address is None:
             raise PeerLost("one side has no network lane")
