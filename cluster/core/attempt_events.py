@@ -113,6 +113,10 @@ class Completed(Event, frozen=True, kw_only=True, tag=True):
     """The end of the answer was written."""
 
 
+class AnswerEnded(Event, frozen=True, kw_only=True, tag=True):
+    """Nothing more is written for a request that failed, was interrupted or cancelled: its client has been told."""
+
+
 class WorkerGone(Event, frozen=True, kw_only=True, tag=True):
     """A life of a worker is proved over."""
 
@@ -190,6 +194,7 @@ AnyEvent = (
     | Delivered
     | StopMatched
     | Completed
+    | AnswerEnded
     | WorkerGone
     | LinkLost
     | LinkBack
@@ -252,6 +257,15 @@ class DropTokens(Struct, frozen=True):
     reason: Literal["stale_attempt", "duplicate", "gap", "not_wanted"]
 
 
+class AskResend(Struct, frozen=True):
+    """A lost link is back: ask decode for every token from ``next_index`` on. Frames may have died with the old link,
+    and a stream that waits for credit sends no later frame that would show the gap."""
+
+    attempt_id: str
+    epoch: int
+    next_index: int
+
+
 class RouteAgain(Struct, frozen=True):
     """The old attempt is fenced and nothing was sent: choose another pair. Tokens so far are void."""
 
@@ -285,5 +299,15 @@ class Close(Struct, frozen=True):
 
 
 Instruction = (
-    SendReserve | SendPrefill | SendCancel | WaitForFence | Deliver | DropTokens | RouteAgain | Fail | Interrupt | Close
+    SendReserve
+    | SendPrefill
+    | SendCancel
+    | WaitForFence
+    | Deliver
+    | DropTokens
+    | AskResend
+    | RouteAgain
+    | Fail
+    | Interrupt
+    | Close
 )

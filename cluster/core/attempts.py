@@ -88,6 +88,8 @@ class RequestMachine:
     lease_ms: int | None = field(default=None, kw_only=True)
     model: str | None = field(default=None, kw_only=True)
     """Revision with digest, for the journal."""
+    told_by_event: bool = field(default=False, kw_only=True)
+    """True: books stay open until ``Completed`` or ``AnswerEnded``, so that a write under way is still counted."""
     journal: Journal = field(init=False)
     phase: Phase = Phase.ADMITTED
     attempts: list[Attempt] = field(default_factory=list)
@@ -96,6 +98,7 @@ class RequestMachine:
     upstream_done: bool = False
     """The last token arrived, or a stop string matched: only the end of the answer is still to be written."""
     closed: bool = False
+    _told: bool = False
     _pending_retry: bool = False
     _failure: tuple[str, str] = ("engine_fault", "")
     _discard_reason: str = "none"
@@ -288,8 +291,16 @@ class RequestMachine:
             assert self.upstream_done, "completed without an end"
             assert self.current is not None, "completed without an attempt"
             self.phase = Phase.FINISHED
+            self._told = True
             reason = self.current.end_reason or ""
             self.journal.ended(event.now_ns, "finished", reason=reason, delivered=self.num_delivered)
+        return []
+
+    def _answer_ended(self, event: ev.AnswerEnded) -> list[Instruction]:
+        assert self.is_ended, f"the answer ended while the request is {self.phase.value}"
+        if not self._told:
+            self._told = True
+            self.journal.told(event.now_ns, delivered=self.num_delivered)
         return []
 
     # --- losses ---------------------------------------------------------------------------------------------
@@ -323,6 +334,8 @@ class RequestMachine:
                 if attempt.workers[role].incarnation != event.incarnation:
                     continue
                 attempt.lost_link.discard(role)
+                if role == "decode" and self._needs(attempt, role) and role not in attempt.cancelled:
+                    out.append(ev.AskResend(attempt.attempt_id, attempt.epoch, attempt.num_received))
                 # A cancel that was sent into a dead connection is not a cancel that was heard.
                 if role in attempt.cancelled and role not in attempt.fenced:
                     out.append(ev.SendCancel(attempt.attempt_id, attempt.epoch, role, "repeated"))
@@ -437,7 +450,8 @@ class RequestMachine:
                 status, code, retryable = _http_failure(self._failure[0])
                 out += self._fail(now_ns, status, code, self._failure[1], retryable=retryable)
                 self.journal.phase(now_ns, self.phase.value)
-        if self.is_ended and not self.closed and all(attempt.is_fenced for attempt in self.attempts):
+        told = self._told or not self.told_by_event
+        if self.is_ended and told and not self.closed and all(attempt.is_fenced for attempt in self.attempts):
             self.closed = True
             generated = sum(attempt.num_generated for attempt in self.attempts)
             out.append(ev.Close(generated, self.num_delivered, self._discard_reason))
@@ -520,6 +534,7 @@ _HANDLERS: dict[type[ev.Event], str] = {
     ev.Delivered: "_delivered",
     ev.StopMatched: "_stop_matched",
     ev.Completed: "_completed",
+    ev.AnswerEnded: "_answer_ended",
     ev.WorkerGone: "_worker_gone",
     ev.LinkLost: "_link_lost",
     ev.LinkBack: "_link_back",

@@ -112,6 +112,9 @@ class Journal:
     def ended(self, now_ns: int, end: str, *, reason: str, delivered: int) -> None:
         self._keep(now_ns, "ended", end=end, reason=reason, delivered_output_tokens=delivered)
 
+    def told(self, now_ns: int, *, delivered: int) -> None:
+        self._keep(now_ns, "told", delivered_output_tokens=delivered)
+
     # --- what is told besides ---------------------------------------------------------------------------------
 
     def phase(self, now_ns: int, phase: str) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.core.attempt_events import WorkerRef
+
+COOL_DOWN_NS_MIN = 500 * 10**6
+COOL_DOWN_NS_MAX = 30 * 10**9
+COOL_DOWNS_MAX = 1024
+"""Lives that are remembered as failing; the one that failed longest ago is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +74,33 @@ def _rank(candidate: Candidate, avoid: Collection[str]) -> tuple[bool, int]:
 def _has_pair(candidates: list[Candidate]) -> bool:
     roles = {candidate.role for candidate in candidates}
     return "combined" in roles or {"prefill", "decode"} <= roles
+
+
+@dataclass(slots=True)
+class _Cooling:
+    num_failures: int
+    until_ns: int
+
+
+@dataclass(slots=True)
+class CoolDown:
+    """Lives that failed lately. Each failure in a row doubles the time aside; one success ends it."""
+
+    _cooling: OrderedDict[str, _Cooling] = field(default_factory=OrderedDict)
+
+    def failed(self, incarnation: str, now_ns: int) -> None:
+        """An attempt was lost there. Modifies: the time until the life is used again."""
+        num_failures = self._cooling[incarnation].num_failures + 1 if incarnation in self._cooling else 1
+        aside_ns = min(COOL_DOWN_NS_MIN << min(num_failures - 1, 16), COOL_DOWN_NS_MAX)
+        self._cooling[incarnation] = _Cooling(num_failures, now_ns + aside_ns)
+        self._cooling.move_to_end(incarnation)
+        if len(self._cooling) > COOL_DOWNS_MAX:
+            self._cooling.popitem(last=False)
+
+    def succeeded(self, incarnation: str) -> None:
+        """An attempt came to its end there."""
+        self._cooling.pop(incarnation, None)
+
+    def set_aside(self, now_ns: int) -> tuple[str, ...]:
+        """Returns the lives to avoid now, in order of failure."""
+        return tuple(life for life, cooling in self._cooling.items() if now_ns < cooling.until_ns)

@@ -1,0 +1,291 @@
+"""One simulated run as data: the cluster, the requests, the faults. A seed makes one; a file holds one.
+
+Everything random about *what* happens is drawn here. What is drawn while it runs (message delays) comes from the same
+seed, so that a scenario without its seed's faults, after shrinking, still runs the same way every time.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from cluster.sim.dice import Dice
+
+MS = 1_000_000
+SHAPE, REQUESTS, FAULTS, NETWORK, WORK = range(5)
+"""Purposes of dice."""
+
+
+class Timing(Struct, frozen=True, kw_only=True):
+    """How long things take."""
+
+    lease_ms: int
+    reservation_ms: int
+    step_ns: int
+    chunk_ns: int
+    delay_ns_max: int
+    copy_ns_max: int
+    transfer_deadline_ms: int
+    hand_off_deadline_ms: int
+    detect_ns_max: int
+    """A death is proved to others after at most this."""
+
+
+class Shape(Struct, frozen=True, kw_only=True):
+    """The cluster and its settings."""
+
+    num_ingress: int
+    num_prefill: int
+    num_decode: int
+    pool_blocks: int
+    max_num_seqs: int
+    max_waiting: int
+    max_attempts: int
+    max_requests: int
+    backlog_tokens: int
+    receiver_copies: bool
+    """The get scheme: the receiver reads the sender's memory. Otherwise the sender writes into the receiver's."""
+    timing: Timing
+
+
+class Ask(Struct, frozen=True, kw_only=True):
+    """One request of a client."""
+
+    number: int
+    at_ns: int
+    ingress: int
+    stream: bool
+    prompt_blocks: int
+    cached_blocks: int
+    max_tokens: int
+    eos_at: int | None = None
+    """The model itself stops at this index."""
+    stop_string_at: int | None = None
+    """The text matches a stop string at this index."""
+    silent_every: int = 0
+    """Every n-th token has no text of its own until the next one comes; 0: none."""
+    read_ns: int = 0
+    """Time the client takes for each piece."""
+    leaves_after_ns: int | None = None
+    cancels: bool = False
+    deadline_ns: int | None = None
+
+
+class Fault(Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all faults."""
+
+    at_ns: int
+
+
+class Crash(Fault, frozen=True, kw_only=True, tag=True):
+    """SIGKILL; a new incarnation starts ``down_ns`` later, with empty pools."""
+
+    target: str
+    down_ns: int
+
+
+class Pause(Fault, frozen=True, kw_only=True, tag=True):
+    """SIGSTOP, then SIGCONT."""
+
+    target: str
+    for_ns: int
+
+
+class Cut(Fault, frozen=True, kw_only=True, tag=True):
+    """Nothing passes from ``source`` to ``destination``; the other way too when ``both``."""
+
+    source: str
+    destination: str
+    for_ns: int
+    both: bool
+    resets: bool
+    """Connections break during the cut; otherwise what was sent arrives after it."""
+
+
+class Reset(Fault, frozen=True, kw_only=True, tag=True):
+    """A bare connection reset; what is under way is lost."""
+
+    one: str
+    other: str
+
+
+class Chaos(Fault, frozen=True, kw_only=True, tag=True):
+    """Messages are lost, doubled and overtaken, in hundredths."""
+
+    for_ns: int
+    drop: int
+    double: int
+    late: int
+    late_ns_max: int
+
+
+class Slow(Fault, frozen=True, kw_only=True, tag=True):
+    """Overload: every computation of the target takes ``factor`` times as long."""
+
+    target: str
+    for_ns: int
+    factor: int
+
+
+class EngineFault(Fault, frozen=True, kw_only=True, tag=True):
+    """The engine of a decode worker fails under everything that runs."""
+
+    target: str
+
+
+class Corrupt(Fault, frozen=True, kw_only=True, tag=True):
+    """The next copies into a worker's memory land damaged."""
+
+    target: str
+    num_copies: int
+
+
+class Drain(Fault, frozen=True, kw_only=True, tag=True):
+    """An ingress takes nothing new, ends what still runs after ``drain_ns``, exits, and is replaced."""
+
+    target: str
+    drain_ns: int
+
+
+AnyFault = Crash | Pause | Cut | Reset | Chaos | Slow | EngineFault | Corrupt | Drain
+
+
+class Scenario(Struct, frozen=True, kw_only=True):
+    """One run. ``heal_at_ns`` ends the safety phase."""
+
+    seed: int
+    shape: Shape
+    asks: tuple[Ask, ...]
+    faults: tuple[AnyFault, ...]
+    heal_at_ns: int
+    mutant: str | None = None
+    """A planted bug (``cluster.sim.mutants``), when the case shows one."""
+
+
+def make_scenario(seed: int) -> Scenario:
+    """Returns the scenario of a seed."""
+    shape = _make_shape(Dice(seed, SHAPE))
+    dice = Dice(seed, REQUESTS)
+    asks = tuple(_make_ask(number, dice, shape) for number in range(dice.between(4, 9)))
+    dice = Dice(seed, FAULTS)
+    faults = sorted((_make_fault(dice, shape, asks) for _ in range(dice.between(3, 8))), key=lambda fault: fault.at_ns)
+    end_ns = max(fault.at_ns + _length_ns(fault) for fault in faults)
+    last_ns = max(ask.at_ns for ask in asks)
+    return Scenario(
+        seed=seed,
+        shape=shape,
+        asks=asks,
+        faults=tuple(faults),
+        heal_at_ns=max(end_ns, last_ns) + dice.between(1, 500) * MS,
+    )
+
+
+def _make_shape(dice: Dice) -> Shape:
+    lease_ms = dice.pick((150, 300, 600, 1200))
+    timing = Timing(
+        lease_ms=lease_ms,
+        reservation_ms=lease_ms * dice.between(2, 5),
+        step_ns=dice.between(4, 40) * MS,
+        chunk_ns=dice.between(4, 80) * MS,
+        delay_ns_max=dice.pick((MS // 2, 2 * MS, 10 * MS)),
+        copy_ns_max=dice.pick((MS, 10 * MS, 60 * MS)),
+        transfer_deadline_ms=dice.pick((80, 200, 500)),
+        hand_off_deadline_ms=dice.pick((200, 600)),
+        detect_ns_max=dice.pick((5, 50, 400)) * MS,
+    )
+    return Shape(
+        num_ingress=dice.between(1, 2),
+        num_prefill=dice.between(1, 3),
+        num_decode=dice.between(1, 3),
+        pool_blocks=dice.pick((8, 12, 24)),
+        max_num_seqs=dice.pick((2, 4, 16)),
+        max_waiting=dice.pick((2, 16)),
+        max_attempts=dice.between(1, 3),
+        max_requests=dice.pick((3, 64)),
+        backlog_tokens=dice.pick((4, 64)),
+        receiver_copies=dice.chance(0.4),
+        timing=timing,
+    )
+
+
+def _make_ask(number: int, dice: Dice, shape: Shape) -> Ask:
+    prompt_blocks = dice.between(1, 4)
+    max_tokens = dice.between(1, 3) if dice.chance(0.2) else dice.between(4, 24)
+    return Ask(
+        number=number,
+        at_ns=dice.between(0, 600) * MS,
+        ingress=dice.between(0, shape.num_ingress - 1),
+        stream=dice.chance(0.7),
+        prompt_blocks=prompt_blocks,
+        cached_blocks=dice.between(0, prompt_blocks) if dice.chance(0.4) else 0,
+        max_tokens=max_tokens,
+        eos_at=dice.between(0, max_tokens - 1) if dice.chance(0.3) else None,
+        stop_string_at=dice.between(0, max_tokens - 1) if dice.chance(0.2) else None,
+        silent_every=dice.between(2, 4) if dice.chance(0.3) else 0,
+        read_ns=dice.between(1, 60) * MS if dice.chance(0.2) else 0,
+        leaves_after_ns=dice.between(1, 900) * MS if dice.chance(0.2) else None,
+        cancels=dice.chance(0.3),
+        deadline_ns=dice.between(50, 1500) * MS if dice.chance(0.15) else None,
+    )
+
+
+def _make_fault(dice: Dice, shape: Shape, asks: tuple[Ask, ...]) -> AnyFault:
+    ingresses = [f"i{n}" for n in range(shape.num_ingress)]
+    prefills = [f"p{n}" for n in range(shape.num_prefill)]
+    decodes = [f"d{n}" for n in range(shape.num_decode)]
+    workers = prefills + decodes
+    # Most faults fall into the life of some request.
+    at_ns = dice.pick(asks).at_ns + dice.skewed(0, 1500) * MS + dice.between(0, MS)
+    lease_ms = shape.timing.lease_ms
+    for_ns = dice.between(1, lease_ms * 3) * MS
+    match dice.between(0, 13):
+        case 0 | 1 | 2:
+            target = dice.pick(ingresses) if dice.chance(0.15) else dice.pick(workers)
+            return Crash(at_ns=at_ns, target=target, down_ns=dice.between(20, 1200) * MS)
+        case 3 | 4:
+            target = dice.pick(ingresses) if dice.chance(0.25) else dice.pick(workers)
+            return Pause(at_ns=at_ns, target=target, for_ns=for_ns)
+        case 5 | 6 | 7:
+            pair = (dice.pick(workers), dice.pick(ingresses))
+            if dice.chance(0.35):
+                pair = (dice.pick(prefills), dice.pick(decodes))
+            if dice.chance(0.5):
+                pair = (pair[1], pair[0])
+            return Cut(
+                at_ns=at_ns,
+                source=pair[0],
+                destination=pair[1],
+                for_ns=for_ns,
+                both=dice.chance(0.5),
+                resets=dice.chance(0.5),
+            )
+        case 8:
+            return Reset(at_ns=at_ns, one=dice.pick(workers), other=dice.pick(ingresses + decodes))
+        case 9 | 10:
+            return Chaos(
+                at_ns=at_ns,
+                for_ns=for_ns,
+                drop=dice.pick((0, 5, 20)),
+                double=dice.pick((0, 10, 40)),
+                late=dice.pick((0, 10, 40)),
+                late_ns_max=dice.between(1, lease_ms * 2) * MS,
+            )
+        case 11:
+            return Slow(at_ns=at_ns, target=dice.pick(workers), for_ns=for_ns, factor=dice.between(3, 40))
+        case 12:
+            if dice.chance(0.5):
+                return Corrupt(at_ns=at_ns, target=dice.pick(decodes), num_copies=dice.between(1, 3))
+            return EngineFault(at_ns=at_ns, target=dice.pick(decodes))
+        case _:
+            return Drain(at_ns=at_ns, target=dice.pick(ingresses), drain_ns=dice.between(1, 800) * MS)
+
+
+def _length_ns(fault: AnyFault) -> int:
+    match fault:
+        case Crash():
+            return fault.down_ns
+        case Pause() | Cut() | Chaos() | Slow():
+            return fault.for_ns
+        case Drain():
+            return fault.drain_ns
+        case _:
+            return 0

@@ -1,0 +1,296 @@
+"""A whole simulated cluster: processes and their lives, faults as they come due, heal, and rest.
+
+Life cycle: ``World`` -> ``run`` (safety phase with faults; heal; liveness phase until nothing moves any more; probes
+that must succeed; rest). Plays the part of controller and hosts: notices deaths, tells the others, starts replacements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cluster.core import attempt_events as ev
+from cluster.core.attempts import RequestMachine
+from cluster.sim.decode import SimDecode
+from cluster.sim.dice import Dice
+from cluster.sim.ingress import SimIngress
+from cluster.sim.kernel import Kernel, Life
+from cluster.sim.memory import Copies, block_content
+from cluster.sim.network import Network
+from cluster.sim.parts import Parts
+from cluster.sim.prefill import SimPrefill
+from cluster.sim.scenario import (
+    MS,
+    NETWORK,
+    WORK,
+    AnyFault,
+    Ask,
+    Chaos,
+    Corrupt,
+    Crash,
+    Cut,
+    Drain,
+    EngineFault,
+    Pause,
+    Reset,
+    Scenario,
+    Slow,
+)
+from cluster.sim.witness import Witness, Witnesses
+
+CLOCK_DRIFT_PPM_MAX = 450
+"""Two clocks differ by less than the drift that leases allow for."""
+CLOCK_OFFSET_NS_MAX = 10**15
+REST_WAIT_NS = 60_000 * MS
+"""Within this after the heal, everything must have come to rest."""
+PROBE_WAIT_NS = 60_000 * MS
+PROBE_NUMBER = 1000
+
+Process = SimIngress | SimPrefill | SimDecode
+
+
+class World:
+    """One scenario, running."""
+
+    def __init__(self, scenario: Scenario, parts: Parts, witnesses: list[Witness]) -> None:
+        self.scenario = scenario
+        self.parts = parts
+        self.kernel = Kernel()
+        self.work = Dice(scenario.seed, WORK)
+        timing = scenario.shape.timing
+        net_dice = Dice(scenario.seed, NETWORK)
+        self.network = Network(self.kernel, net_dice, delay_ns_max=timing.delay_ns_max)
+        self.copies = Copies(self.kernel, self.network, net_dice, scenario.shape.receiver_copies, timing.copy_ns_max)
+        self.asks: dict[str, Ask] = {}
+        self.coverage: dict[str, int] = {}
+        self.processes: dict[str, Process] = {}
+        self.healed = False
+        self.came_to_rest = False
+        self._witnesses = Witnesses(witnesses)
+        self._num_lives: dict[str, int] = {}
+        self._num_attempts = 0
+        self._contents: dict[tuple[int, int], bytes] = {}
+
+    # --- the run --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Runs the scenario to its rest."""
+        shape = self.scenario.shape
+        for kind, num in (("i", shape.num_ingress), ("p", shape.num_prefill), ("d", shape.num_decode)):
+            for number in range(num):
+                self._start(f"{kind}{number}")
+        for ask in self.scenario.asks:
+            self.kernel.at(ask.at_ns, None, self._submit, ask)
+        for fault in self.scenario.faults:
+            self.kernel.at(fault.at_ns, None, self._strike, fault)
+        self.kernel.run(until_ns=self.scenario.heal_at_ns)
+        self._heal()
+        self.came_to_rest = self.kernel.run(until_ns=self.kernel.now_ns + REST_WAIT_NS)
+        self._probe()
+        self.came_to_rest &= self.kernel.run(until_ns=self.kernel.now_ns + PROBE_WAIT_NS)
+        for witness in self._witnesses.all:
+            witness.now_ns = self.kernel.now_ns
+            witness.at_rest(self)
+
+    def _submit(self, ask: Ask) -> None:
+        ingress = self.processes[f"i{ask.ingress}"]
+        assert isinstance(ingress, SimIngress), ingress
+        if not ingress.life.dead:
+            # The client's bytes reach the process when it runs again, if it is stopped.
+            self.kernel.at(0, ingress.life, ingress.submit, ask)
+
+    def _probe(self) -> None:
+        """After the heal the cluster serves again: one request for each ingress."""
+        shape = self.scenario.shape
+        for number in range(shape.num_ingress):
+            ask = Ask(
+                number=PROBE_NUMBER + number,
+                at_ns=self.kernel.now_ns,
+                ingress=number,
+                stream=True,
+                prompt_blocks=1,
+                cached_blocks=0,
+                max_tokens=3,
+            )
+            self._submit(ask)
+
+    # --- lives ------------------------------------------------------------------------------------------------------
+
+    def _start(self, name: str) -> None:
+        """Begins a new life of a process."""
+        number = self._num_lives[name] = self._num_lives.get(name, 0) + 1
+        incarnation = f"{name}#{number if self.parts.fresh_incarnations else 1}"
+        life = Life(
+            name,
+            incarnation,
+            offset_ns=self.work.between(0, CLOCK_OFFSET_NS_MAX),
+            drift_ppm=self.work.between(-CLOCK_DRIFT_PPM_MAX, CLOCK_DRIFT_PPM_MAX),
+        )
+        makers: dict[str, Callable[[World, Life], Process]] = {"i": SimIngress, "p": SimPrefill, "d": SimDecode}
+        process = makers[name[0]](self, life)
+        self.processes[name] = process
+        self.kernel.note("start", name, incarnation)
+        if isinstance(process, SimIngress):
+            for other in self.processes.values():
+                if not isinstance(other, SimIngress) and not other.life.dead:
+                    self.network.dial(other, process)
+        else:
+            for other in self.processes.values():
+                if isinstance(other, SimIngress) and not other.life.dead:
+                    self.network.dial(process, other)
+
+    def _kill(self, name: str, down_ns: int) -> None:
+        process = self.processes[name]
+        life = process.life
+        if life.dead:
+            return
+        self.kernel.note("kill", name)
+        life.dead = True
+        life.backlog.clear()
+        self.copies.drop_life(life.incarnation)
+        self.network.drop_life(life)
+        if isinstance(process, SimIngress):
+            self.tell("on_ingress_dead", life.incarnation)
+            for request in process.running.values():
+                if not request.told:
+                    request.told = True
+                    self.tell("on_told", request, "cut", None)
+        for other in self.processes.values():
+            if other is not process and not other.life.dead:
+                delay_ns = self.work.between(MS, self.scenario.shape.timing.detect_ns_max)
+                self.kernel.at(delay_ns, other.life, other.on_gone, life.incarnation)
+        self.kernel.at(down_ns, None, self._start, name)
+
+    @property
+    def num_attempts(self) -> int:
+        """Attempts started so far."""
+        return self._num_attempts
+
+    def living(self, incarnation: str) -> SimDecode | None:
+        """Returns the decode worker that lives this incarnation."""
+        for process in self.processes.values():
+            if isinstance(process, SimDecode) and process.life.incarnation == incarnation and not process.life.dead:
+                return process
+        return None
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def _strike(self, fault: AnyFault) -> None:
+        self.kernel.note("fault", type(fault).__name__)
+        match fault:
+            case Crash():
+                self._kill(fault.target, fault.down_ns)
+            case Pause():
+                life = self.processes[fault.target].life
+                if not life.dead and not life.paused:
+                    self.kernel.pause(life)
+                    self.kernel.at(fault.for_ns, None, self._resume, life)
+            case Cut():
+                self._cut(fault)
+            case Reset():
+                self.network.reset(fault.one, fault.other)
+            case Chaos():
+                self.network.chaos.append(fault)
+                self.kernel.at(fault.for_ns, None, self._calm, fault)
+            case Slow():
+                worker = self.processes[fault.target]
+                if not isinstance(worker, SimIngress):
+                    worker.slow_factor = fault.factor
+                    self.kernel.at(fault.for_ns, None, self._speed_up, worker)
+            case EngineFault():
+                worker = self.processes[fault.target]
+                if isinstance(worker, SimDecode) and not worker.life.dead:
+                    self.kernel.at(0, worker.life, worker.on_engine_fault)
+            case Corrupt():
+                self.processes[fault.target].memory.num_damaged = fault.num_copies  # type: ignore[union-attr]
+            case Drain():
+                self._drain(fault)
+
+    def _cut(self, fault: Cut) -> None:
+        ways = [(fault.source, fault.destination)]
+        if fault.both:
+            ways.append((fault.destination, fault.source))
+        for source, destination in ways:
+            self.network.cut(source, destination, resets=fault.resets)
+            self.kernel.at(fault.for_ns, None, self.network.mend, source, destination)
+
+    def _drain(self, fault: Drain) -> None:
+        ingress = self.processes[fault.target]
+        assert isinstance(ingress, SimIngress), fault
+        if ingress.life.dead:
+            return
+        self.kernel.at(0, ingress.life, ingress.drain)
+        self.kernel.at(fault.drain_ns, ingress.life, ingress.end_drain)
+        # Clients are told and sides are fenced within a few leases; then the process exits.
+        exit_ns = fault.drain_ns + 4 * self.scenario.shape.timing.lease_ms * MS
+        self.kernel.at(exit_ns, None, self._exit, ingress.life)
+
+    def _exit(self, life: Life) -> None:
+        if not life.dead:
+            self._kill(life.name, 50 * MS)
+
+    def _resume(self, life: Life) -> None:
+        if life.paused:
+            self.kernel.resume(life)
+
+    def _calm(self, fault: Chaos) -> None:
+        if fault in self.network.chaos:
+            self.network.chaos.remove(fault)
+
+    def _speed_up(self, worker: Any) -> None:
+        worker.slow_factor = 1
+
+    def _heal(self) -> None:
+        self.healed = True
+        self.kernel.note("heal")
+        self.network.mend_all()
+        for process in self.processes.values():
+            self._resume(process.life)
+            if not isinstance(process, SimIngress):
+                process.slow_factor = 1
+                process.memory.num_damaged = 0
+
+    # --- what models ask for ------------------------------------------------------------------------------------------
+
+    def tell(self, hook: str, *facts: Any) -> None:
+        """Passes a fact on to whoever watches."""
+        self._witnesses.tell(self.kernel.now_ns, hook, *facts)
+
+    def new_attempt_id(self) -> str:
+        """Returns an attempt id that was never used."""
+        self._num_attempts += 1
+        return f"att-{self._num_attempts}"
+
+    def prompt_content(self, ask: Ask, index: int) -> bytes:
+        """Returns what block ``index`` of a prompt holds."""
+        key = (ask.number, index)
+        content = self._contents.get(key)
+        if content is None:
+            content = self._contents[key] = block_content(ask.number, index)
+        return content
+
+    def cover(self, machine: RequestMachine, event: ev.AnyEvent) -> None:
+        """Counts which cell of contract section 6 an event reaches."""
+        row = _ROWS.get(type(event))
+        if row is None or machine.is_ended:
+            return
+        attempt = machine.current
+        if row in _ABOUT_A_LIFE:
+            assert isinstance(event, ev.WorkerGone | ev.LinkLost)
+            if attempt is None or all(ref.incarnation != event.incarnation for ref in attempt.workers.values()):
+                return
+        column = "after" if machine.first_delta_sent else "before"
+        cell = f"{row}/{column}"
+        self.coverage[cell] = self.coverage.get(cell, 0) + 1
+
+
+_ROWS: dict[type, str] = {
+    ev.WorkerGone: "worker_gone",
+    ev.AttemptFaulted: "worker_fault",
+    ev.LinkLost: "no_sign_of_life",
+    ev.LeaseLapsed: "lease_lapsed",
+    ev.ClientGone: "client_gone",
+    ev.DeadlineReached: "deadline",
+    ev.DrainEnded: "draining",
+}
+_ABOUT_A_LIFE = frozenset({"worker_gone", "no_sign_of_life"})
