@@ -147,6 +147,9 @@ class Cluster:
         self.url = f"http://127.0.0.1:{self.port}"
         self._abandoned_before = abandoned_files()
         path = place.write_config({**config, "server": {"port": self.port}})
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+        self.large_body_bytes = 0
+        """Request bodies beyond Ray's limit for inline messages: Serve's proxy hands them over by the object store."""
         started_s = time.monotonic()
         self._log_start = place.log.stat().st_size if place.log.exists() else 0
         with place.log.open("ab") as log:
@@ -163,7 +166,6 @@ class Cluster:
             self.kill()
             raise AssertionError(f"{error}\n{self.log_tail()}") from None
         self.seconds_to_ready = time.monotonic() - started_s
-        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def _is_ready(self) -> bool:
         assert self.process.poll() is None, f"kopir serve ended with {self.process.returncode}"
@@ -298,6 +300,7 @@ class Cluster:
                 continue
         self.process.kill()
         self.process.wait(STOP_DEADLINE_S)
+        self.http.close()
         for name in abandoned_files() - self._abandoned_before:
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 

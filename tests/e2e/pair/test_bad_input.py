@@ -116,6 +116,7 @@ def test_bad_body_is_refused(pair: Cluster, name: str) -> None:
 def test_body_beyond_the_limit_is_refused(pair: Cluster) -> None:
     """10 MiB: 413."""
     body = raw_body(prompt="x" * (10 << 20))
+    pair.large_body_bytes += len(body)
     check_refusal(pair.http.post("/v1/completions", content=body), param=None, statuses=(413,))
 
 

@@ -82,7 +82,7 @@ def test_characters_arrive_whole(client: openai.OpenAI, golden: Golden, char: st
 def test_broken_sequences_become_replacement_characters(pair: Cluster, client: openai.OpenAI, golden: Golden) -> None:
     """Bytes that are no UTF-8 in any order: the same text streamed, whole and directly, and never a surrogate."""
     half, letter = golden.encode("🎉")[0], golden.encode("a")[0]
-    bias = dict.fromkeys((half, letter, *golden.encode("日本語")), 100.0)
+    bias = {half: 100.0, letter: 100.0}
     params = {"temperature": 1.5, "seed": 3}
     body = {"prompt": make_prompt(40, 20), "max_tokens": 40, "logit_bias": {str(k): v for k, v in bias.items()}}
     expected = golden.run(make_prompt(40, 20), 40, SamplingParams(logit_bias=bias, temperature=1.5, seed=3))
