@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import DeadlineExceeded, PeerLost
-from kvstore.transport.base import BlockReceive, BlockSend, Results, TransferResult, Transport
-from kvstore.transport.transfers import Batch, Direction, RequestEnd, TransferBook, bytes_of, running
+from kvstore.transport.base import BlockReceive, BlockSend, Results, Transport
+from kvstore.transport.transfers import Batch, Direction, PromisedFuture, RequestEnd, TransferBook, bytes_of
 
 ADDRESS_BYTES = 8
 
@@ -220,16 +220,16 @@ class InprocTransport(Transport):
         buffers = [bytes_of(send.block, is_written=False) for send in sends]
         tags = [send.tag for send in sends]
         deadline = self._hub.clock() + deadline_s
-        return self._post(Batch(peer, Direction.SEND, tags, [None] * len(tags), deadline, running(Future()), buffers))
+        return self._post(Batch(peer, Direction.SEND, tags, [None] * len(tags), deadline, buffers))
 
     def receive(self, peer: str, receives: Sequence[BlockReceive], *, deadline_s: float) -> Future[Results]:
         buffers = [bytes_of(receive.block, is_written=True) for receive in receives]
         tags, digests = [receive.tag for receive in receives], [receive.digest for receive in receives]
         deadline = self._hub.clock() + deadline_s
-        return self._post(Batch(peer, Direction.RECEIVE, tags, digests, deadline, running(Future()), buffers))
+        return self._post(Batch(peer, Direction.RECEIVE, tags, digests, deadline, buffers))
 
     def peer_lost(self, peer: str, *, proved_dead: bool) -> Future[None]:
-        future: Future[None] = running(Future())
+        future: Future[None] = PromisedFuture()
         if self._is_open:
             self._book.count("peers_lost")
             self._lose_link(peer)
@@ -261,12 +261,10 @@ class InprocTransport(Transport):
         self._book.check_invariants()
 
     def _post(self, batch: Batch) -> Future[Results]:
-        self._book.admit(batch.peer, batch.direction, batch.tags)
+        self._book.admit(batch)
         address = self._addresses.get(batch.peer)
         if address is None or not self._is_open:
-            self._book.retract(batch.peer, batch.direction, batch.tags)
-            self._book.count("lost_blocks", len(batch.tags))
-            batch.future.set_result([TransferResult.PEER_LOST] * len(batch.tags))
+            self._book.refuse(batch)
             return batch.future
         post = self._hub.post_send if batch.direction is Direction.SEND else self._hub.post_receive
         for tag, buffer in zip(batch.tags, batch.buffers, strict=True):

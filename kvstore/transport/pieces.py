@@ -82,7 +82,7 @@ class LandingPieces(Pieces):
         try:
             # ``_num_completed`` may grow meanwhile; its pieces are then folded here too.
             while max_pieces and self._num_folded < self._num_completed:
-                self._hasher.update(self._buffers[self._num_folded])
+                self._hasher.update(self._buffers[self._num_folded].data)
                 self._num_folded += 1
                 max_pieces -= 1
         finally:

@@ -8,25 +8,26 @@ reported as TIMEOUT or PEER_LOST while its memory may still be touched; the book
 request completes (settled, unless it broke and the backend says that this proves nothing) or the peer is proved dead
 (settled by ``settle_peer``).
 
-``admit``, ``retract``, ``outstanding`` and ``stats`` may be called on any thread, the rest only on the backend's own.
-The book never moves a byte and never reads a clock.
+``admit``, ``refuse``, ``outstanding``, ``count`` and ``stats`` may be called on any thread, the rest only on the
+backend's own. The book never moves a byte and never reads a clock.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
+from itertools import compress
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kvstore.digest import block_digest
 from kvstore.errors import BadInput
-from kvstore.transport.base import SETTLED, TAG_MAX, Results, TransferResult
+from kvstore.transport.base import TAG_MAX, Results, TransferResult
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,15 @@ posted, nearly; one that overtakes is looked at once those before it are through
 Small, so that a step is short: other peers wait for it."""
 
 
-class Direction(Enum):
-    SEND = "sent"
-    RECEIVE = "received"
+class Direction(IntEnum):
+    """An integer, because it is part of a key that is made for every block."""
+
+    SEND = 0
+    RECEIVE = 1
+
+
+VERBS = ("sent", "received")
+"""Of the counters, by direction."""
 
 
 class RequestEnd(Enum):
@@ -54,7 +61,7 @@ class RequestEnd(Enum):
     """Given up by the backend. See ``Batch.is_settled_by_end`` for whether its memory may still be touched."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """Transfers that were asked for together and report together; one entry per block in every list."""
 
@@ -63,8 +70,10 @@ class Batch:
     tags: list[int]
     digests: list[bytes | None]
     deadline: float
-    future: Future[Results]
-    buffers: list[Any] = field(default_factory=list)
+    buffers: list[Any]
+    future: Future[Results] = field(default_factory=lambda: PromisedFuture())
+    keys: list[int] = field(default_factory=list)
+    """What the transfers are called in the book; given by ``admit``."""
     requests: list[Any] = field(default_factory=list)
     results: list[TransferResult | None] = field(default_factory=list)
     open_idx: list[int] = field(default_factory=list)
@@ -82,11 +91,17 @@ class _GivenUp:
     """A transfer that has its result but may still touch memory; keeps that memory referenced."""
 
     peer: str
-    direction: Direction
-    tag: int
+    key: int
     request: Any
     buffer: Any
     is_settled_by_end: bool
+
+
+FAILURE_COUNTERS = (
+    (TransferResult.CORRUPT, "corrupt_blocks"),
+    (TransferResult.TIMEOUT, "timeouts"),
+    (TransferResult.PEER_LOST, "lost_blocks"),
+)
 
 
 class TransferBook:
@@ -112,7 +127,10 @@ class TransferBook:
         self._given_up: list[_GivenUp] = []
         self._unproved: dict[str, list[_GivenUp]] = {}
         self._lock = threading.Lock()
-        self._outstanding: dict[str, set[tuple[Direction, int]]] = {}
+        self._outstanding: dict[str, set[int]] = {}
+        """Keys by peer, see ``_key``."""
+        self._blocks_names = [f"{name}_{verb}_blocks" for verb in VERBS]
+        self._bytes_names = [f"{name}_{verb}_bytes" for verb in VERBS]
         self._stats = dict.fromkeys(
             (
                 f"{name}_sent_blocks",
@@ -130,27 +148,31 @@ class TransferBook:
 
     # --- any thread -------------------------------------------------------------------------------------------
 
-    def admit(self, peer: str, direction: Direction, tags: Sequence[int]) -> None:
-        """Marks tags outstanding. Raises: BadInput for a tag out of range, given twice or outstanding already."""
+    def admit(self, batch: Batch) -> None:
+        """Marks the tags outstanding. Raises: BadInput for a tag out of range, given twice or outstanding already.
+
+        Modifies: ``batch.keys``.
+        """
+        tags = batch.tags
         if len(tags) > MAX_BATCH_BLOCKS:
             raise BadInput("blocks", len(tags), f"at most {MAX_BATCH_BLOCKS} at a time")
-        keys = {(direction, tag) for tag in tags}
+        if tags and not 0 <= min(tags) <= max(tags) <= TAG_MAX:
+            raise BadInput("tag", tags, f"must lie in [0, {TAG_MAX}]")
+        direction = batch.direction
+        batch.keys = [_key(direction, tag) for tag in tags]
+        keys = set(batch.keys)
         if len(keys) != len(tags):
-            raise BadInput("tag", list(tags), "a tag is given once")
-        for tag in tags:
-            if not 0 <= tag <= TAG_MAX:
-                raise BadInput("tag", tag, f"must lie in [0, {TAG_MAX}]")
+            raise BadInput("tag", tags, "a tag is given once")
         with self._lock:
-            known = self._outstanding.setdefault(peer, set())
-            twice = known & keys
-            if twice:
-                raise BadInput("tag", sorted(tag for _direction, tag in twice), "is in flight already")
+            known = self._outstanding.setdefault(batch.peer, set())
+            if not known.isdisjoint(keys):
+                raise BadInput("tag", sorted(_tag(key) for key in known & keys), "is in flight already")
             known |= keys
 
     def outstanding(self, peer: str) -> frozenset[int]:
         """Returns the tags of transfers with ``peer`` that are not settled."""
         with self._lock:
-            return frozenset(tag for _direction, tag in self._outstanding.get(peer, ()))
+            return frozenset(map(_tag, self._outstanding.get(peer, ())))
 
     def stats(self) -> dict[str, int]:
         with self._lock:
@@ -161,9 +183,11 @@ class TransferBook:
         with self._lock:
             self._stats[f"{self._name}_{name}"] += amount
 
-    def retract(self, peer: str, direction: Direction, tags: Sequence[int]) -> None:
-        """Forgets admitted tags that were never posted, so that nobody can touch their memory."""
-        self._forget(peer, [(direction, tag) for tag in tags])
+    def refuse(self, batch: Batch) -> None:
+        """Ends an admitted batch of which nothing was posted: PEER_LOST, and settled, for nobody knows its memory."""
+        self._forget(batch.peer, batch.keys)
+        self.count("lost_blocks", len(batch.tags))
+        batch.future.set_result([TransferResult.PEER_LOST] * len(batch.tags))
 
     # --- the backend's thread ---------------------------------------------------------------------------------
 
@@ -187,7 +211,8 @@ class TransferBook:
         num_posted = len(batch.requests)
         batch.results = [None] * num_posted + [TransferResult.PEER_LOST] * (len(batch.tags) - num_posted)
         batch.open_idx = list(range(num_posted))
-        self.retract(batch.peer, batch.direction, batch.tags[num_posted:])
+        if num_posted < len(batch.keys):
+            self._forget(batch.peer, batch.keys[num_posted:])
         self._batches.append(batch)
 
     def collect(self, now: float) -> bool:
@@ -228,28 +253,36 @@ class TransferBook:
 
     def check_invariants(self) -> None:
         """Everything unreported or given up is outstanding, and nothing else is, once nothing waits to be posted."""
-        expected: dict[str, set[tuple[Direction, int]]] = {}
+        expected: dict[str, set[int]] = {}
         for batch in self._batches:
             for index in range(len(batch.requests)):
                 if batch.results[index] is not TransferResult.PEER_LOST:
-                    expected.setdefault(batch.peer, set()).add((batch.direction, batch.tags[index]))
+                    expected.setdefault(batch.peer, set()).add(batch.keys[index])
         kept = [self._given_up, *self._unproved.values(), *(batch.broken for batch in self._batches)]
         for item in (item for items in kept for item in items):
-            expected.setdefault(item.peer, set()).add((item.direction, item.tag))
+            expected.setdefault(item.peer, set()).add(item.key)
         with self._lock:
             assert expected == self._outstanding, f"expected {expected}, outstanding {self._outstanding}"
 
     def _collect_batch(self, batch: Batch, broken: set[str], *, is_last_look: bool) -> bool:
         """Gives a verdict to those that have completed, oldest first. Modifies: ``open_idx``, ``results``."""
-        ended: list[int] = []
-        requests = batch.requests
-        for index in batch.open_idx if is_last_look else batch.open_idx[:SCAN_BLOCKS]:
-            if requests[index].completed:
-                ended.append(index)
-                batch.results[index] = self._verdict(batch, index, broken)
-        for index in ended:
-            batch.open_idx.remove(index)
+        open_idx = batch.open_idx
+        ended = self._look(batch, open_idx if is_last_look else open_idx[:SCAN_BLOCKS], broken)
+        if open_idx[: len(ended)] == ended:
+            del open_idx[: len(ended)]
+        else:
+            for index in ended:
+                open_idx.remove(index)
         return bool(ended)
+
+    def _look(self, batch: Batch, indices: list[int], broken: set[str]) -> list[int]:
+        requests = batch.requests
+        ended = []
+        for index in indices:
+            if requests[index].completed:
+                batch.results[index] = self._verdict(batch, index, broken)
+                ended.append(index)
+        return ended
 
     def _verdict(self, batch: Batch, index: int, broken: set[str]) -> TransferResult:
         """Result of one completed transfer; a receive is verified here, while its bytes are still in the cache."""
@@ -274,28 +307,34 @@ class TransferBook:
     def _finish(self, batch: Batch) -> None:
         """Reports a batch that has all its results, and settles what ended well."""
         results = [result for result in batch.results if result is not None]
-        settled = [(batch.direction, tag) for tag, result in zip(batch.tags, results, strict=True) if result in SETTLED]
-        num_bytes = sum(
-            buffer.nbytes for buffer, result in zip(batch.buffers, results, strict=True) if result in SETTLED
-        )
+        is_settled = [result is TransferResult.OK or result is TransferResult.CORRUPT for result in results]
         self._batches.remove(batch)
-        self._forget(batch.peer, settled)
+        self._forget(batch.peer, batch.keys if all(is_settled) else compress(batch.keys, is_settled))
         with self._lock:
-            self._stats[f"{self._name}_{batch.direction.value}_blocks"] += len(settled)
-            self._stats[f"{self._name}_{batch.direction.value}_bytes"] += num_bytes
-            self._stats[f"{self._name}_corrupt_blocks"] += results.count(TransferResult.CORRUPT)
-            self._stats[f"{self._name}_timeouts"] += results.count(TransferResult.TIMEOUT)
-            self._stats[f"{self._name}_lost_blocks"] += results.count(TransferResult.PEER_LOST)
+            stats = self._stats
+            stats[self._blocks_names[batch.direction]] += sum(is_settled)
+            stats[self._bytes_names[batch.direction]] += sum(
+                buffer.nbytes for buffer in compress(batch.buffers, is_settled)
+            )
+            if results.count(TransferResult.OK) < len(results):
+                for result, name in FAILURE_COUNTERS:
+                    stats[f"{self._name}_{name}"] += results.count(result)
         # Looked at next, so that their settlement is told after their result.
         self._given_up += batch.broken
         batch.broken = []
         batch.future.set_result(results)
 
     def _collect_given_up(self) -> bool:
-        done = [item for item in self._given_up if item.request.completed]
+        if not self._given_up:
+            return False
+        # Asked once each: another thread may complete a request between two questions.
+        done: list[_GivenUp] = []
+        still_open: list[_GivenUp] = []
+        for item in self._given_up:
+            (done if item.request.completed else still_open).append(item)
         if not done:
             return False
-        self._given_up = [item for item in self._given_up if not item.request.completed]
+        self._given_up = still_open
         settled: list[_GivenUp] = []
         for item in done:
             is_broken = self._ended(item.request) is RequestEnd.BROKEN
@@ -313,8 +352,8 @@ class TransferBook:
         if not items:
             return
         for item in items:
-            self._forget(item.peer, [(item.direction, item.tag)])
-        tags = [item.tag for item in items if item.direction is Direction.RECEIVE]
+            self._forget(item.peer, (item.key,))
+        tags = [_tag(item.key) for item in items if item.key & 1 == Direction.RECEIVE]
         if tags and self.on_settled is not None:
             try:
                 self.on_settled(tags)
@@ -322,7 +361,7 @@ class TransferBook:
                 # The listener's fault must not take the transport down with it.
                 logger.exception("on_settled_failed tags=%s", tags)
 
-    def _forget(self, peer: str, keys: list[tuple[Direction, int]]) -> None:
+    def _forget(self, peer: str, keys: Iterable[int]) -> None:
         with self._lock:
             known = self._outstanding.get(peer)
             if known is None:
@@ -334,8 +373,7 @@ class TransferBook:
     def _given_up_of(self, batch: Batch, index: int) -> _GivenUp:
         return _GivenUp(
             batch.peer,
-            batch.direction,
-            batch.tags[index],
+            batch.keys[index],
             batch.requests[index],
             batch.buffers[index],
             batch.is_settled_by_end,
@@ -358,13 +396,23 @@ def bytes_of(block: memoryview, *, is_written: bool) -> np.ndarray:
     return array
 
 
-def running(future: Future[T]) -> Future[T]:
-    """Returns ``future`` marked as running, so that no caller can cancel what is already on its way."""
-    future.set_running_or_notify_cancel()
-    return future
+class PromisedFuture(Future[T]):
+    """A future that its holder cannot cancel: what it stands for is on its way already."""
+
+    def cancel(self) -> bool:
+        return False
 
 
 def fail(future: Future[Any], error: Exception) -> None:
     """Ends ``future`` with ``error`` unless it has ended."""
     if not future.done():
         future.set_exception(error)
+
+
+def _key(direction: Direction, tag: int) -> int:
+    """Returns the name of a transfer among those of a peer: both sides of a pair may use the same tags."""
+    return tag << 1 | direction
+
+
+def _tag(key: int) -> int:
+    return key >> 1

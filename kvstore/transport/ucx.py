@@ -25,9 +25,9 @@ import numpy as np
 
 from kvstore.digest import block_digest
 from kvstore.errors import DeadlineExceeded, PeerLost
-from kvstore.transport.base import BlockReceive, BlockSend, Results, TransferResult, Transport
+from kvstore.transport.base import BlockReceive, BlockSend, Results, Transport
 from kvstore.transport.pieces import PIECE_BYTES, BrokenPieces, DigestHelper, LandingPieces, Pieces, cut
-from kvstore.transport.transfers import Batch, Direction, RequestEnd, TransferBook, bytes_of, fail, running
+from kvstore.transport.transfers import Batch, Direction, PromisedFuture, RequestEnd, TransferBook, bytes_of, fail
 from kvstore.transport.ucx_device import UcxDevice
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,9 @@ class UcxTransport(Transport):
         ``network_devices``: interfaces to listen on, empty means all; UCX asks nobody there who he is.
         Raises: EnvironmentProblem when UCX cannot be loaded or opened.
         """
-        self._make_device = lambda: UcxDevice(has_network=has_network, network_devices=network_devices)
+        self._make_device: Callable[[], UcxDevice] = lambda: UcxDevice(
+            has_network=has_network, network_devices=network_devices
+        )
         self._commands: deque[_Command] = deque()
         self._lock = threading.Lock()
         self._is_open = True
@@ -131,7 +133,7 @@ class UcxTransport(Transport):
         return self._address
 
     def connect(self, peer: str, address: bytes, *, same_host: bool, deadline_s: float) -> None:
-        waiter = _Waiter(time.monotonic() + deadline_s, running(Future()))
+        waiter = _Waiter(time.monotonic() + deadline_s, PromisedFuture())
         if not self._enqueue(lambda: self._connect(peer, address, same_host, waiter), waiter.future):
             raise PeerLost("the transport is closed")
         try:
@@ -143,16 +145,16 @@ class UcxTransport(Transport):
         buffers = [bytes_of(send.block, is_written=False) for send in sends]
         tags = [send.tag for send in sends]
         deadline = time.monotonic() + deadline_s
-        return self._submit(Batch(peer, Direction.SEND, tags, [None] * len(tags), deadline, running(Future()), buffers))
+        return self._submit(Batch(peer, Direction.SEND, tags, [None] * len(tags), deadline, buffers))
 
     def receive(self, peer: str, receives: Sequence[BlockReceive], *, deadline_s: float) -> Future[Results]:
         buffers = [bytes_of(receive.block, is_written=True) for receive in receives]
         tags, digests = [receive.tag for receive in receives], [receive.digest for receive in receives]
         deadline = time.monotonic() + deadline_s
-        return self._submit(Batch(peer, Direction.RECEIVE, tags, digests, deadline, running(Future()), buffers))
+        return self._submit(Batch(peer, Direction.RECEIVE, tags, digests, deadline, buffers))
 
     def peer_lost(self, peer: str, *, proved_dead: bool) -> Future[None]:
-        future: Future[None] = running(Future())
+        future: Future[None] = PromisedFuture()
         if not self._enqueue(lambda: self._peer_lost(peer, proved_dead, future), future):
             future.set_result(None)
         return future
@@ -169,9 +171,9 @@ class UcxTransport(Transport):
             self._thread.join(2 * CLOSE_DEADLINE_S)
 
     def _submit(self, batch: Batch) -> Future[Results]:
-        self._book.admit(batch.peer, batch.direction, batch.tags)
+        self._book.admit(batch)
         if not self._enqueue(lambda: self._post(batch), batch.future):
-            self._refuse(batch)
+            self._book.refuse(batch)
         return batch.future
 
     def _enqueue(self, run: Callable[[], None], future: Future[Any] | None, *, is_last: bool = False) -> bool:
@@ -185,12 +187,6 @@ class UcxTransport(Transport):
                 # Inside the lock, because the end of the thread closes what this writes to.
                 self._device.wake()
         return True
-
-    def _refuse(self, batch: Batch) -> None:
-        """Ends a batch of which nothing was posted: PEER_LOST, and settled, because nobody knows its memory."""
-        self._book.retract(batch.peer, batch.direction, batch.tags)
-        self._book.count("lost_blocks", len(batch.tags))
-        batch.future.set_result([TransferResult.PEER_LOST] * len(batch.tags))
 
     # --- the transport's thread: loop -------------------------------------------------------------------------
 
@@ -272,7 +268,7 @@ class UcxTransport(Transport):
         try:
             self._run_commands()
             for peer in tuple(self._links):
-                self._lose_link(peer, proved_dead=False, future=running(Future()))
+                self._lose_link(peer, proved_dead=False, future=PromisedFuture())
             deadline = time.monotonic() + CLOSE_DEADLINE_S
             while self._closings and time.monotonic() < deadline:
                 self._device.progress()
@@ -292,7 +288,7 @@ class UcxTransport(Transport):
     def _post(self, batch: Batch) -> None:
         link = self._links.get(batch.peer)
         if link is None or not link.is_ready:
-            self._refuse(batch)
+            self._book.refuse(batch)
             return
         is_send = batch.direction is Direction.SEND
         try:
@@ -358,7 +354,7 @@ class UcxTransport(Transport):
             link.warm_requests.append(self._device.receive(endpoint, into, warm_tag(address)))
             link.warm_requests.append(self._device.send(endpoint, out, warm_tag(self._address)))
         except PeerLost:
-            self._lose_link(peer, proved_dead=False, future=running(Future()))
+            self._lose_link(peer, proved_dead=False, future=PromisedFuture())
 
     def _collect_links(self, now: float) -> bool:
         """Answers those who wait for a link to be ready or closed. Returns True when somebody was answered."""
@@ -395,7 +391,7 @@ class UcxTransport(Transport):
         """UCX reported a broken connection. The link goes, so that a later connect makes a new one."""
         if peer in self._links:
             logger.warning("link_broken peer=%s", peer)
-            self._lose_link(peer, proved_dead=False, future=running(Future()))
+            self._lose_link(peer, proved_dead=False, future=PromisedFuture())
 
     def _peer_lost(self, peer: str, proved_dead: bool, future: Future[None]) -> None:
         self._book.count("peers_lost")
