@@ -276,13 +276,21 @@ class DecodeSide:
     # --- time and peers -----------------------------------------------------------------------------------
 
     def on_tick(self) -> None:
-        """Ends reservations whose time is over; tries to empty the quarantine."""
+        """Renews the reservations that their ingress still wants, ends those whose time is over."""
         now_ns = self._clock_ns()
+        for held in self._attempts.values():
+            # Prefill may queue and compute for long; as long as the ingress holds on to the attempt, so do its blocks.
+            if not held.decoding and held.link.may_publish(held.key):
+                deadline_ns = now_ns + held.request.reservation_ms * 1_000_000
+                self._pool.renew(AttemptId(held.key[0]), held.key[1], deadline_ns=deadline_ns)
         for link, request in self._waiting.expire(now_ns):
             self.counters["reservations_expired"] += 1
             link.end((request.attempt_id, request.epoch))
             self._refuse(link, request, "no_capacity", "no blocks became free in time")
         for key in self._pool.expire(now_ns):
+            if key not in self._receiving:
+                # No transfer is under way, so none will end and say that the slots are safe.
+                self._pool.writer_done(*key)
             attempt = self._attempts.get(key)
             if attempt is not None and not attempt.decoding:
                 self.counters["reservations_expired"] += 1
