@@ -125,8 +125,13 @@ class StoppedBeforeNext(Witness):
         self._end(request, "its books were closed")
 
     def _end(self, request: SimRequest, why: str) -> None:
+        assert self.world is not None
         for attempt in request.machine.attempts:
-            self._over.setdefault((attempt.attempt_id, attempt.epoch), why)
+            key = (attempt.attempt_id, attempt.epoch)
+            self._over.setdefault(key, why)
+            for process in self.world.processes.values():
+                if isinstance(process, SimDecode) and not process.life.dead and process.could_publish(key):
+                    self.violate(f"{process.life.incarnation} could still publish for {key} when {why}")
 
     def on_publish_checked(self, key: Key) -> None:
         if key in self._over:

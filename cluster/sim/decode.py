@@ -110,6 +110,11 @@ class SimDecode(SimWorker):
         """Attempts that hold or want blocks."""
         return len(self._attempts) + len(self._waiting)
 
+    def could_publish(self, key: Key) -> bool:
+        """Returns True if a token of this attempt would pass the lease check now."""
+        attempt = self._attempts.get(key)
+        return attempt is not None and self.holder(attempt.ingress).may_publish(*key, now_ns=self.now_ns)
+
     @property
     def is_busy(self) -> bool:
         return bool(self._attempts) or len(self._waiting) > 0

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 
 PPM = 1_000_000
+EVENTS_MAX = 100_000
+"""More events than this in one run are a world that spins."""
 
 
 class Life:
@@ -70,11 +72,11 @@ class Kernel:
             self.at(0, life, call, *args)
 
     def run(self, *, until_ns: int) -> bool:
-        """Runs events up to ``until_ns``. Returns True when none is left at all."""
+        """Runs events up to ``until_ns``. Returns True when none is left at all; False also beyond ``EVENTS_MAX``."""
         queue, log = self._queue, self.log
         pop = heapq.heappop
         while queue:
-            if queue[0][0] > until_ns:
+            if queue[0][0] > until_ns or self.num_events >= EVENTS_MAX:
                 self.now_ns = until_ns
                 return False
             now_ns, _, life, call, args = pop(queue)

@@ -110,18 +110,20 @@ class RetriesUnfenced(RequestMachine):
         return super()._settle(now_ns)
 
     def may_run_again(self) -> Verdict:
-        return Verdict(True, "why not")
+        verdict = super().may_run_again()
+        return Verdict(True, "why wait") if verdict.why == "the current attempt can still publish" else verdict
 
     def check_invariants(self) -> None:
         """The invariant would tell at once; the checkers must find it alone."""
 
 
 class ForgetsBudget(RequestMachine):
-    """A ledger that never runs out of attempts."""
+    """A ledger that spends more attempts than it was given."""
 
     def may_run_again(self) -> Verdict:
         verdict = super().may_run_again()
-        return Verdict(True, "again") if verdict.why.endswith("attempts are used") else verdict
+        spent = len(self.attempts) >= self.max_attempts + 2
+        return verdict if spent or not verdict.why.endswith("attempts are used") else Verdict(True, "once more")
 
     def check_invariants(self) -> None:
         """See ``RetriesUnfenced``."""

@@ -165,9 +165,12 @@ def make_scenario(seed: int) -> Scenario:
     """Returns the scenario of a seed."""
     shape = _make_shape(Dice(seed, SHAPE))
     dice = Dice(seed, REQUESTS)
-    asks = tuple(_make_ask(number, dice, shape) for number in range(dice.between(4, 9)))
+    asks = tuple(_make_ask(number, dice, shape) for number in range(dice.between(4, 10)))
     dice = Dice(seed, FAULTS)
-    faults = sorted((_make_fault(dice, shape, asks) for _ in range(dice.between(3, 8))), key=lambda fault: fault.at_ns)
+    faults = [_make_fault(dice, shape, asks) for _ in range(dice.between(3, 8))]
+    if dice.chance(0.4):
+        faults += dice.pick((_make_late_answers, _make_stalled_writer))(dice, shape, asks)
+    faults.sort(key=lambda fault: fault.at_ns)
     end_ns = max(fault.at_ns + _length_ns(fault) for fault in faults)
     last_ns = max(ask.at_ns for ask in asks)
     return Scenario(
@@ -187,8 +190,8 @@ def _make_shape(dice: Dice) -> Shape:
         step_ns=dice.between(4, 40) * MS,
         chunk_ns=dice.between(4, 80) * MS,
         delay_ns_max=dice.pick((MS // 2, 2 * MS, 10 * MS)),
-        copy_ns_max=dice.pick((MS, 10 * MS, 60 * MS)),
-        transfer_deadline_ms=dice.pick((80, 200, 500)),
+        copy_ns_max=dice.pick((MS, 20 * MS, 100 * MS)),
+        transfer_deadline_ms=dice.pick((120, 200, 500)),
         hand_off_deadline_ms=dice.pick((200, 600)),
         detect_ns_max=dice.pick((5, 50, 400)) * MS,
     )
@@ -196,7 +199,7 @@ def _make_shape(dice: Dice) -> Shape:
         num_ingress=dice.between(1, 2),
         num_prefill=dice.between(1, 3),
         num_decode=dice.between(1, 3),
-        pool_blocks=dice.pick((8, 12, 24)),
+        pool_blocks=dice.pick((6, 8, 12, 24)),
         max_num_seqs=dice.pick((2, 4, 16)),
         max_waiting=dice.pick((2, 16)),
         max_attempts=dice.between(1, 3),
@@ -210,9 +213,11 @@ def _make_shape(dice: Dice) -> Shape:
 def _make_ask(number: int, dice: Dice, shape: Shape) -> Ask:
     prompt_blocks = dice.between(1, 4)
     max_tokens = dice.between(1, 3) if dice.chance(0.2) else dice.between(4, 24)
+    if shape.pool_blocks < 10 and dice.chance(0.8):
+        prompt_blocks, max_tokens = min(prompt_blocks, 3), min(max_tokens, 12)
     return Ask(
         number=number,
-        at_ns=dice.between(0, 600) * MS,
+        at_ns=dice.between(0, 800) * MS,
         ingress=dice.between(0, shape.num_ingress - 1),
         stream=dice.chance(0.7),
         prompt_blocks=prompt_blocks,
@@ -277,6 +282,31 @@ def _make_fault(dice: Dice, shape: Shape, asks: tuple[Ask, ...]) -> AnyFault:
             return EngineFault(at_ns=at_ns, target=dice.pick(decodes))
         case _:
             return Drain(at_ns=at_ns, target=dice.pick(ingresses), drain_ns=dice.between(1, 800) * MS)
+
+
+def _make_late_answers(dice: Dice, shape: Shape, asks: tuple[Ask, ...]) -> list[AnyFault]:
+    """Answers come late and twice while questions stop arriving: what leases fear most."""
+    lease_ms = shape.timing.lease_ms
+    at_ns = dice.pick(asks).at_ns + dice.between(0, 300) * MS
+    chaos = Chaos(at_ns=at_ns, for_ns=lease_ms * 3 * MS, drop=0, double=60, late=60, late_ns_max=lease_ms * MS)
+    cut = Cut(
+        at_ns=at_ns + dice.between(0, lease_ms) * MS,
+        source=f"d{dice.between(0, shape.num_decode - 1)}",
+        destination=f"i{dice.between(0, shape.num_ingress - 1)}",
+        for_ns=dice.between(lease_ms, lease_ms * 3) * MS,
+        both=False,
+        resets=False,
+    )
+    return [chaos, cut]
+
+
+def _make_stalled_writer(dice: Dice, shape: Shape, asks: tuple[Ask, ...]) -> list[AnyFault]:
+    """A sender is stopped in the middle of its copies and wakes up long after everybody gave up on them."""
+    timing = shape.timing
+    ask = dice.pick(asks)
+    at_ns = ask.at_ns + dice.between(timing.chunk_ns, timing.chunk_ns * (ask.prompt_blocks + 1))
+    for_ns = dice.between(timing.transfer_deadline_ms, timing.transfer_deadline_ms + timing.lease_ms * 4) * MS
+    return [Pause(at_ns=at_ns, target=f"p{dice.between(0, shape.num_prefill - 1)}", for_ns=for_ns)]
 
 
 def _length_ns(fault: AnyFault) -> int:

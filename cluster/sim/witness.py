@@ -22,6 +22,8 @@ class Witness:
 
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
+        self.world: World | None = None
+        """The world that is watched, once there is one."""
         self.now_ns = 0
 
     def violate(self, text: str) -> None:

@@ -67,6 +67,8 @@ class World:
         self.healed = False
         self.came_to_rest = False
         self._witnesses = Witnesses(witnesses)
+        for witness in witnesses:
+            witness.world = self
         self._num_lives: dict[str, int] = {}
         self._num_attempts = 0
         self._contents: dict[tuple[int, int], bytes] = {}
