@@ -40,6 +40,7 @@ class IngressApp:
 
     def __init__(self, config: Config, model_path: str, secret: bytes, incarnation: str) -> None:
         folder = Path(model_path)
+        weights_digest = model_digests(folder)["weights"]
         self._config = config
         self._me = PeerInfo(
             role="ingress",
@@ -57,7 +58,8 @@ class IngressApp:
             model_id=config.served_model_name or folder.name,
             created=int((folder / "config.json").stat().st_mtime),
             vocab_size=read_config(folder).vocab_size,
-            system_fingerprint=f"kopir-{config.dtype}-{model_digests(folder)['weights'][:12]}",
+            system_fingerprint=f"kopir-{config.dtype}-{weights_digest[:12]}",
+            model_revision=f"{config.model}@sha256:{weights_digest}",
             registry=self._metrics.registry,
             clock_ns=boottime_ns,
         )

@@ -64,6 +64,7 @@ class RelayBackend(Backend):
         created: int,
         vocab_size: int,
         system_fingerprint: str,
+        model_revision: str,
         registry: CollectorRegistry,
         clock_ns: Callable[[], int],
     ) -> None:
@@ -72,6 +73,7 @@ class RelayBackend(Backend):
         self.max_model_len = config.max_model_len
         self.vocab_size = vocab_size
         self.system_fingerprint = system_fingerprint
+        self._model_revision = model_revision
         self._config = config
         self._clock_ns = clock_ns
         self._metrics = RelayMetrics(registry)
@@ -133,6 +135,7 @@ class RelayBackend(Backend):
             orders=self,
             clock_ns=self._clock_ns,
             backlog_tokens=self._config.limits.max_stream_backlog_tokens,
+            facts={"model_revision": self._model_revision, "lease_ms": self._config.attempts.lease_ms},
         )
         pair = self._choose(request, ())
         if isinstance(pair, NoPair) and pair.never:

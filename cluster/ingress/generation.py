@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -63,6 +63,7 @@ class RunningRequest(Generation):
         orders: Orders,
         clock_ns: Callable[[], int],
         backlog_tokens: int,
+        facts: Mapping[str, Any],
     ) -> None:
         self.spec = spec
         self.machine = machine
@@ -73,6 +74,8 @@ class RunningRequest(Generation):
         self._clock_ns = clock_ns
         self._backlog_tokens = backlog_tokens
         self._credit = backlog_tokens
+        self._facts = facts
+        self._cached_by_tier: dict[str, int] = {}
         self._queue: deque[GenerationEvent | ApiError] = deque()
         self._arrived = asyncio.Event()
         self._cached: asyncio.Event = asyncio.Event()
@@ -148,6 +151,7 @@ class RunningRequest(Generation):
         current = self.machine.current
         if current is not None and (current.attempt_id, current.epoch) == (event.attempt_id, event.epoch):
             self._cached_tokens = event.cached_tokens
+            self._cached_by_tier = event.cached_by_tier
             self._cached.set()
         self.step(event)
 
@@ -163,6 +167,8 @@ class RunningRequest(Generation):
             "delivered_output_tokens": machine.num_delivered,
             "prompt_tokens": len(self.spec.prompt_token_ids),
             "cached_tokens": self._cached_tokens,
+            "cached_tokens_by_tier": self._cached_by_tier,
+            **self._facts,
             "seed": self.spec.sampling.seed,
             "remaining_retry_budget": machine.max_attempts - len(machine.attempts),
             "attempts": [_attempt_record(attempt, machine.admitted_ns) for attempt in machine.attempts],

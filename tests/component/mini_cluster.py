@@ -88,6 +88,7 @@ class MiniCluster:
             created=0,
             vocab_size=VOCAB,
             system_fingerprint="test",
+            model_revision="tiny@1",
             registry=self.registry,
             clock_ns=boottime_ns,
         )

@@ -292,6 +292,8 @@ async def test_records_are_for_their_own_tenant(make_cluster: MakeCluster) -> No
     record = await cluster.backend.request_record("req-1", tenant="t")
     assert record is not None
     assert record["attempts"][0]["prefill"]["worker_id"] == "prefill-0"
+    assert (record["model_revision"], record["lease_ms"]) == ("tiny@1", LEASE_MS)
+    assert record["cached_tokens_by_tier"] == {}
     assert [entry["event"] for entry in record["events"]][:1] == ["attempt_started"]
     assert issubclass(NotReady, ApiError)
 
