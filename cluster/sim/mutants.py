@@ -14,6 +14,8 @@ from cluster.core.attempt_events import ROLES, Instruction
 from cluster.core.attempts import Attempt, RequestMachine
 from cluster.core.journal import Verdict
 from cluster.sim.parts import Parts
+from cluster.sim.run import Violation, run_scenario
+from cluster.sim.scenario import make_scenario
 from kvstore.core.block_pool import BlockPool
 from kvstore.core.ids import AttemptId
 from kvstore.core.lease import LeaseGranter, LeaseHolder
@@ -205,3 +207,13 @@ MUTANTS: dict[str, Mutant] = {
     "silence_ignored": _mutant("NothingLeft OneEnding", granter=NeverLapses),
 }
 """By name; ``python -m cluster.sim mutants`` runs them all."""
+
+
+def hunt(name: str, *, seeds_max: int, first_seed: int = 0) -> Violation | None:
+    """Runs seeds until an expected checker reports the planted bug; returns its report, or None."""
+    mutant = MUTANTS[name]
+    for seed in range(first_seed, first_seed + seeds_max):
+        for violation in run_scenario(make_scenario(seed), mutant.parts)[0].violations:
+            if violation.checker in mutant.expected:
+                return violation
+    return None
