@@ -45,11 +45,12 @@ class WaitingLine(Generic[Entry]):
         """Offers the head, then the next, until one does not fit. Returns how many were admitted."""
         num_admitted = 0
         while self._entries:
-            key, (entry, _) = next(iter(self._entries.items()))
+            # Out of the line before it is offered: an admission may end at once and come back here for the next.
+            key, (entry, deadline_ns) = self._entries.popitem(last=False)
             if not try_admit(entry):
+                self._entries[key] = (entry, deadline_ns)
+                self._entries.move_to_end(key, last=False)
                 break
-            # ``try_admit`` may have ended the entry itself.
-            self._entries.pop(key, None)
             num_admitted += 1
         return num_admitted
 

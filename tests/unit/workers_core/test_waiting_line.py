@@ -65,8 +65,25 @@ def test_expire_takes_only_the_late() -> None:
     assert len(line) == 1
 
 
-def test_entry_that_ends_while_offered_is_gone() -> None:
-    """An admission may end its own entry; the line stays sound."""
-    line = make_line("a", "b")
-    assert line.admit(lambda entry: line.leave((entry, 1)) is not None or True) == 2
+def test_an_admission_that_admits_others_offers_each_entry_once() -> None:
+    """A reservation whose answer cannot be sent frees its blocks, which offers them to the next in line at once."""
+    line = make_line("a", "b", "c")
+    offered: list[str] = []
+
+    def admit(entry: str) -> bool:
+        offered.append(entry)
+        if entry == "a":
+            line.admit(admit)
+        return True
+
+    assert line.admit(admit) == 1
+    assert offered == ["a", "b", "c"]
     assert len(line) == 0
+
+
+def test_a_refused_head_keeps_its_place_and_deadline() -> None:
+    """Offered and refused, it is still first, and late when it was."""
+    line = make_line("a", "b")
+    line.admit(lambda entry: False)
+    assert line.expire(100) == ["a"]
+    assert ("b", 1) in line
