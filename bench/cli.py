@@ -36,11 +36,14 @@ def transfer(
     plot: PlotOption = None,
     check: CheckOption = False,
     seed: SeedOption = 1,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also NIXL, Mooncake and Ray objects (make bench-peers first).")
+    ] = False,
 ) -> int:
     """Measure block transfer by size, with and without verification, against memcpy and the digest alone."""
     from bench.transfer import run_transfer
 
-    return run_transfer(quick=quick, json_path=json_path, plot_path=plot, check=check, seed=seed)
+    return run_transfer(quick=quick, json_path=json_path, plot_path=plot, check=check, seed=seed, has_peers=peers)
 
 
 @app.command(epilog="Example: kopir bench serve --json serve.json")

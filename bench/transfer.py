@@ -18,7 +18,8 @@ from statistics import median
 from typing import Any
 
 from bench.network import Place
-from bench.report import Report, Row, finish, make_target, make_unmeasured
+from bench.peers.drive import measure_peers
+from bench.report import Report, Row, Target, finish, make_target, make_unmeasured
 from bench.transfer_inproc import measure_inproc
 from bench.transfer_network import measure_network
 from bench.transfer_peer import (
@@ -204,7 +205,9 @@ def pair(seed: int) -> Iterator[Pair]:
         ours.close()
 
 
-def run_transfer(*, quick: bool, json_path: Path | None, plot_path: Path | None, check: bool, seed: int) -> int:
+def run_transfer(
+    *, quick: bool, json_path: Path | None, plot_path: Path | None, check: bool, seed: int, has_peers: bool
+) -> int:
     """Runs the bench, prints tables and writes what was asked for. Returns the exit status."""
     effort = QUICK if quick else FULL
     report = Report.start("transfer", seed=seed)
@@ -221,13 +224,18 @@ def run_transfer(*, quick: bool, json_path: Path | None, plot_path: Path | None,
         report.rows.append(_measure_round_trip(linked, effort))
         for block_bytes in effort.sizes:
             report.rows.append(_measure_latency(linked, block_bytes, effort))
+        peer_targets: list[Target] = []
+        if has_peers:
+            write("peers ...")
+            peer_rows, peer_targets = measure_peers(linked, repeats=effort.repeats)
+            report.rows += peer_rows
         write("between network namespaces ...")
         network_rows, network_targets = measure_network(
             linked, tuple((size, _batch_blocks(size)) for size in NETWORK_SIZES), repeats=max(3, effort.repeats // 2)
         )
         report.rows += network_rows
     report.rows += measure_inproc((KV_BLOCK_BYTES, 4 * MIB), batch_bytes=BATCH_BYTES, repeats=effort.repeats)
-    report.targets += _targets(report.rows) + network_targets
+    report.targets += _targets(report.rows) + network_targets + peer_targets
     report.notes.append("throughput is end to end: from push to verified, control message included; medians")
     _show(report)
     if plot_path is not None:
@@ -366,6 +374,11 @@ def _show(report: Report) -> None:
     columns += ["digest_gb_per_s", "cpu_s_per_gib"]
     report.show("Throughput by block size, and by blocks in flight", columns, rows("size", "window", "inproc"))
     report.show("KV of a prompt, verified", ["tokens", "bytes", "ms", "gb_per_s"], rows("prompt"))
+    report.show(
+        "Other systems, and ours in turn with them",
+        ["backend", "block_bytes", "num_blocks", "verified", "ms", "gb_per_s", "ours_ms", "ours_gb_per_s"],
+        rows("peer"),
+    )
     report.show(
         "Between network namespaces over TCP, verified",
         ["backend", "block_bytes", "num_blocks", "ms", "gb_per_s", "cpu_s_per_gib"],

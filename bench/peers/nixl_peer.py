@@ -1,0 +1,57 @@
+"""NIXL READ from the memory of another process of this host into ours."""
+
+import multiprocessing
+import os
+import time
+
+from protocol import POOL_BYTES, Pool, serve
+
+
+def make_agent(name):
+    from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+    return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+
+
+def own(pipe):
+    agent = make_agent("owner")
+    pool = Pool(seed=1)
+    agent.register_memory([(pool.memory.ctypes.data, POOL_BYTES, 0, "pool")], "DRAM")
+    pipe.send((agent.get_agent_metadata(), pool.memory.ctypes.data))
+    pipe.recv()
+
+
+def main():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    owner = context.Process(target=own, args=(theirs,), daemon=True)
+    owner.start()
+    agent = make_agent("reader")
+    here, there = Pool(), Pool()
+    agent.register_memory([(here.memory.ctypes.data, POOL_BYTES, 0, "pool")], "DRAM")
+    metadata, remote = ours.recv()
+    peer = agent.add_remote_agent(metadata)
+
+    def measure(block_bytes, num_blocks):
+        size = block_bytes * num_blocks
+        target, source = here.memory.ctypes.data + here.take(size), remote + there.take(size)
+        starts = range(0, size, block_bytes)
+        local = agent.get_xfer_descs([(target + start, block_bytes, 0) for start in starts], "DRAM")
+        distant = agent.get_xfer_descs([(source + start, block_bytes, 0) for start in starts], "DRAM")
+        before = time.perf_counter()
+        handle = agent.initialize_xfer("READ", local, distant, peer)
+        state = agent.transfer(handle)
+        while state not in ("DONE", "ERR"):
+            state = agent.check_xfer_state(handle)
+        seconds = time.perf_counter() - before
+        agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise SystemExit("NIXL READ failed")
+        return {"get_s": seconds}
+
+    serve(measure)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
