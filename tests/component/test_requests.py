@@ -222,8 +222,8 @@ class fail_engine:
         del self._engine.forward
 
 
-async def test_a_gateway_that_dies_stops_its_attempts_by_lease(make_cluster: MakeCluster) -> None:
-    """B8: nobody renews; decode and prefill free everything by themselves."""
+async def test_a_gateway_that_dies_leaves_nothing_behind(make_cluster: MakeCluster) -> None:
+    """B8: nobody cancels and nobody renews; decode and prefill stop and free everything by themselves."""
     cluster = make_cluster()
     await cluster.start("prefill", "decode")
     for number in range(3):
@@ -235,8 +235,6 @@ async def test_a_gateway_that_dies_stops_its_attempts_by_lease(make_cluster: Mak
     while any(s.used_blocks or s.running or s.leases for s in (await cluster.statuses()).values()):
         assert asyncio.get_running_loop().time() < deadline, await cluster.statuses()
         await asyncio.sleep(0.01)
-    # Nobody cancelled and nobody finished: it was the leases that ended them.
-    assert (await cluster.statuses())["decode-0"].counters["leases_expired"] > 0
 
 
 async def test_a_lost_link_interrupts_only_when_the_lease_is_over(make_cluster: MakeCluster) -> None:
