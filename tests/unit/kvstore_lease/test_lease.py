@@ -159,3 +159,36 @@ def test_holder_has_stopped_when_the_granter_says_so(
         if arrival_ns <= safe_ns:
             holder.on_grant(grant)
     assert not holder.may_publish(*A, now_ns=holder_clock(safe_ns))
+
+
+def test_an_attempt_that_nobody_asks_for_lapses_once() -> None:
+    """A stopped or unreachable holder is found by its silence; a revoked attempt is granted nothing more."""
+    holder, granter = make_holder(), make_granter()
+    granter.on_ask(holder.ask(0), 7)
+    assert granter.lapse(7 + granter.hold_ns - 1) == []
+    assert granter.lapse(7 + granter.hold_ns) == [A]
+    assert granter.lapse(7 + granter.hold_ns) == []
+    assert granter.on_ask(holder.ask(1), 8 + granter.hold_ns).granted == ()
+    granter.check_invariants()
+
+
+def test_a_dispatch_that_never_arrived_lapses_after_one_hold() -> None:
+    """The time a holder has for its first ask."""
+    granter = make_granter()
+    assert granter.lapse(granter.hold_ns - 1) == []
+    assert granter.lapse(granter.hold_ns) == [A]
+
+
+def test_a_revoked_attempt_does_not_lapse() -> None:
+    """Whoever revoked it waits for its fence already."""
+    granter = make_granter()
+    granter.revoke(*A)
+    assert granter.lapse(10 * granter.hold_ns) == []
+
+
+def test_asks_are_due_every_third_of_a_duration() -> None:
+    """Two may be lost before a lease runs out."""
+    holder = make_holder()
+    assert holder.next_ask_ns is None
+    holder.ask(9)
+    assert holder.next_ask_ns == 9 + DURATION_NS // 3
