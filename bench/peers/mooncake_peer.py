@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# Runs in an environment of its own that has no type stubs.
 """Mooncake Store: objects in the segment of another process of this host, over TCP loopback. Needs a running master.
 
 mooncake_peer.py MASTER_PORT METADATA_PORT

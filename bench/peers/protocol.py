@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# Runs in an environment of its own that has no type stubs.
 """What every peer program speaks over its standard streams; needs nothing but numpy, for it runs outside the product.
 
 One line ``{"block_bytes": B, "num_blocks": N}`` in, one line ``{"get_s": seconds, ...}`` out, all seconds for the whole

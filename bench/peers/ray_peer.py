@@ -1,3 +1,5 @@
+# mypy: ignore-errors
+# Runs in an environment of its own that has no type stubs.
 """Ray's object store: a value put by one actor, read by another, as a caller of both sees it."""
 
 import os
