@@ -83,6 +83,13 @@ class Transport(ABC):
         """Receives blocks that the peer has pushed or is about to; one result per block, in order."""
 
     @abstractmethod
+    def probe(self, peer: str, *, deadline_s: float) -> Future[float]:
+        """Sends a few bytes there and back; gives the seconds that took, without the caller's own threads.
+
+        The future fails with DeadlineExceeded when the peer does not answer, with PeerLost when there is no link.
+        """
+
+    @abstractmethod
     def peer_lost(self, peer: str, *, proved_dead: bool) -> Future[None]:
         """Ends everything in flight with PEER_LOST and closes the endpoint; others go on.
 

@@ -228,6 +228,18 @@ class InprocTransport(Transport):
         deadline = self._hub.clock() + deadline_s
         return self._post(Batch(peer, Direction.RECEIVE, tags, digests, deadline, buffers))
 
+    def probe(self, peer: str, *, deadline_s: float) -> Future[float]:
+        """Ends at once: a stopped peer counts as one that did not answer in time."""
+        future: Future[float] = PromisedFuture()
+        try:
+            if not self._is_open or peer not in self._addresses:
+                raise PeerLost(f"no link to {peer}")
+            self._hub.check_reachable(self._addresses[peer])
+            future.set_result(0.0)
+        except (PeerLost, DeadlineExceeded) as error:
+            future.set_exception(error)
+        return future
+
     def peer_lost(self, peer: str, *, proved_dead: bool) -> Future[None]:
         future: Future[None] = PromisedFuture()
         if self._is_open:

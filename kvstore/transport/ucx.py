@@ -29,11 +29,12 @@ from kvstore.transport.base import BlockReceive, BlockSend, Results, Transport
 from kvstore.transport.pieces import PIECE_BYTES, BrokenPieces, DigestHelper, LandingPieces, Pieces, cut
 from kvstore.transport.transfers import Batch, Direction, PromisedFuture, RequestEnd, TransferBook, bytes_of, fail
 from kvstore.transport.ucx_device import UcxDevice
+from kvstore.transport.ucx_probe import LinkProbe
 
 logger = logging.getLogger(__name__)
 
-WARM_TAG_BIT = 1 << 63
-"""Block tags have 63 bits; the upper half belongs to warm-up messages."""
+OWN_TAG_BIT, PROBE_TAG_BIT = 1 << 63, 1 << 62
+"""Block tags have 63 bits; the upper half belongs to warm-up messages and, a quarter of all, to probes."""
 WARM_BYTES = 256 << 10
 """Large enough for the rendezvous path that blocks take."""
 SPIN_S = 60e-6
@@ -76,8 +77,14 @@ class _Link:
     same_host: bool
     waiters: list[_Waiter]
     warm_buffers: list[np.ndarray]
+    their_address: bytes
     warm_requests: list[Any] = field(default_factory=list)
-    is_ready: bool = False
+    probe: LinkProbe | None = None
+    """Made when the link is ready."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.probe is not None
 
 
 @dataclass(slots=True)
@@ -153,6 +160,13 @@ class UcxTransport(Transport):
         deadline = time.monotonic() + deadline_s
         return self._submit(Batch(peer, Direction.RECEIVE, tags, digests, deadline, buffers))
 
+    def probe(self, peer: str, *, deadline_s: float) -> Future[float]:
+        future: Future[float] = PromisedFuture()
+        deadline = time.monotonic() + deadline_s
+        if not self._enqueue(lambda: self._probe(peer, deadline, future), future):
+            fail(future, PeerLost("the transport is closed"))
+        return future
+
     def peer_lost(self, peer: str, *, proved_dead: bool) -> Future[None]:
         future: Future[None] = PromisedFuture()
         if not self._enqueue(lambda: self._peer_lost(peer, proved_dead, future), future):
@@ -224,8 +238,8 @@ class UcxTransport(Transport):
 
     def _rest(self, now: float) -> None:
         """Gives the core away until something may have happened."""
-        is_warming = any(link.waiters for link in self._links.values())
-        if not (self._book.num_batches or self._book.num_given_up or self._closings or is_warming):
+        is_asked = any(link.waiters or (link.probe and link.probe.is_asking) for link in self._links.values())
+        if not (self._book.num_batches or self._book.num_given_up or self._closings or is_asked):
             self._sleep(IDLE_WAIT_S)
             return
         batches = self._book.batches()
@@ -349,7 +363,7 @@ class UcxTransport(Transport):
             fail(waiter.future, PeerLost(f"no transport link to {peer}: {error}"))
             return
         out, into = np.ones(WARM_BYTES, np.uint8), np.zeros(WARM_BYTES, np.uint8)
-        link = self._links[peer] = _Link(peer, endpoint, same_host, [waiter], [out, into])
+        link = self._links[peer] = _Link(peer, endpoint, same_host, [waiter], [out, into], address)
         try:
             link.warm_requests.append(self._device.receive(endpoint, into, warm_tag(address)))
             link.warm_requests.append(self._device.send(endpoint, out, warm_tag(self._address)))
@@ -362,6 +376,8 @@ class UcxTransport(Transport):
         for link in tuple(self._links.values()):
             if link.waiters:
                 moved |= self._collect_warming(link, now)
+            if link.probe is not None:
+                moved |= self._collect_probe(link, link.probe, now)
         for closing in tuple(self._closings):
             if self._is_closed(closing, now):
                 self._closings.remove(closing)
@@ -371,10 +387,14 @@ class UcxTransport(Transport):
 
     def _collect_warming(self, link: _Link, now: float) -> bool:
         if not link.is_ready and all(request.completed for request in link.warm_requests):
-            if any(self._device.ended(request) is not RequestEnd.DONE for request in link.warm_requests):
+            try:
+                if any(self._device.ended(request) is not RequestEnd.DONE for request in link.warm_requests):
+                    raise PeerLost("the warm-up broke")
+                tags = probe_tag(self._address), probe_tag(link.their_address)
+                link.probe = LinkProbe(self._device, link.endpoint, my_tag=tags[0], their_tag=tags[1])
+            except PeerLost:
                 self._on_broken(link.peer)
                 return True
-            link.is_ready = True
             link.warm_requests, link.warm_buffers = [], []
         if link.is_ready:
             for waiter in link.waiters:
@@ -386,6 +406,20 @@ class UcxTransport(Transport):
             link.waiters.remove(waiter)
             fail(waiter.future, DeadlineExceeded(f"the link to {link.peer} did not warm up in time"))
         return bool(late)
+
+    def _collect_probe(self, link: _Link, probe: LinkProbe, now: float) -> bool:
+        try:
+            return probe.collect(now)
+        except PeerLost:
+            self._on_broken(link.peer)
+            return True
+
+    def _probe(self, peer: str, deadline: float, future: Future[float]) -> None:
+        link = self._links.get(peer)
+        if link is None or link.probe is None:
+            fail(future, PeerLost(f"no link to {peer}"))
+        else:
+            link.probe.ask(deadline, future)
 
     def _on_broken(self, peer: str) -> None:
         """UCX reported a broken connection. The link goes, so that a later connect makes a new one."""
@@ -404,6 +438,8 @@ class UcxTransport(Transport):
         if link is not None:
             request = self._device.close_endpoint(link.endpoint)
             self._fail_waiters(link, PeerLost(f"{peer} is gone"))
+            if link.probe is not None:
+                link.probe.end(PeerLost(f"{peer} is gone"))
         self._closings.append(_Closing(peer, request, link, time.monotonic() + CLOSE_DEADLINE_S, proved_dead, future))
         self._book.give_up_peer(peer)
 
@@ -436,4 +472,13 @@ def _digest(request: Any, buffer: np.ndarray) -> bytes:
 
 def warm_tag(address: bytes) -> int:
     """Returns the tag of the warm-up message of the transport that lives at ``address``."""
-    return WARM_TAG_BIT | (int.from_bytes(block_digest(address)[:8], "little") & (WARM_TAG_BIT - 1))
+    return OWN_TAG_BIT | _hash(address)
+
+
+def probe_tag(address: bytes) -> int:
+    """Returns the tag of the probes of the transport that lives at ``address``."""
+    return OWN_TAG_BIT | PROBE_TAG_BIT | _hash(address)
+
+
+def _hash(address: bytes) -> int:
+    return int.from_bytes(block_digest(address)[:8], "little") & (PROBE_TAG_BIT - 1)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from pairs import InprocPair, Pair, UcxPair
 
-UCX_PATHS = ["ucx-local", "ucx-network"]
+UCX_PATHS = [pytest.param(path, marks=pytest.mark.ucx, id=path) for path in ("ucx-local", "ucx-network")]
 BACKENDS = ["inproc", *UCX_PATHS]
 
 

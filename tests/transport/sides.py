@@ -93,6 +93,14 @@ class Side:
     def has_only(self, kind: str, tag: int, value: int) -> bool:
         return bool((self._blocks[kind, tag] == value).all())
 
+    def probe(self, peer: str, deadline_s: float = 5.0) -> str:
+        """Returns "ok" or the name of the error."""
+        try:
+            assert 0 <= self.transport.probe(peer, deadline_s=deadline_s).result(deadline_s + 1) < deadline_s
+        except Exception as error:
+            return type(error).__name__
+        return "ok"
+
     def peer_lost(self, peer: str, proved_dead: bool) -> None:
         self.transport.peer_lost(peer, proved_dead=proved_dead).result(10)
 

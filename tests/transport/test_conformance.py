@@ -172,6 +172,14 @@ def test_connecting_again_changes_nothing(shared_pair: Pair, tags: Tags) -> None
     assert shared_pair.near.results("r") == ["OK"]
 
 
+def test_a_probe_comes_back_from_a_peer_that_lives(shared_pair: Pair) -> None:
+    """Both ways, also while the other side does nothing; without a link it says so."""
+    for _ in range(3):
+        assert shared_pair.near.probe(shared_pair.far_name) == "ok"
+        assert shared_pair.far.probe(shared_pair.near_name) == "ok"
+    assert shared_pair.near.probe("nobody") == "PeerLost"
+
+
 def test_counters_add_up_to_what_was_moved(shared_pair: Pair, tags: Tags) -> None:
     before = shared_pair.near.stats()
     mine = tags(5)
@@ -242,6 +250,13 @@ def test_a_stopped_sender_never_writes_a_settled_slot(pair: Pair) -> None:
     pair.near.receive("s", pair.far_name, [8], size)
     assert pair.near.results("s") == ["OK"]
     assert pair.near.has_only("receive", 7, 42)
+
+
+def test_a_stopped_peer_answers_no_probe_until_it_goes_on(pair: Pair) -> None:
+    pair.stop_far()
+    assert pair.near.probe(pair.far_name, 0.2) == "DeadlineExceeded"
+    pair.resume_far()
+    assert until(lambda: pair.near.probe(pair.far_name) == "ok")
 
 
 def test_closing_ends_every_wait(pair: Pair) -> None:

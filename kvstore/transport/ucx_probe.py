@@ -1,0 +1,100 @@
+"""Round trips over a link: 64 bytes there and back, between the threads that move the blocks.
+
+A link whose probes come back moves blocks; a process that is stopped, or a network that drops, answers none. The other
+side's thread answers by itself, asleep or not.
+
+Message, 64 bytes: kind (1 byte: 0 question, 1 answer), 7 bytes of zeros, nonce (8 bytes, little endian), zeros. One
+receive per link is posted at any time, under a tag that belongs to the sending side.
+
+Life cycle: made when the link is ready -> ``ask``, ``collect`` ... -> ``end``.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvstore.errors import DeadlineExceeded, KopirError, PeerLost
+from kvstore.transport.transfers import RequestEnd, fail
+from kvstore.transport.ucx_device import UcxDevice
+
+MESSAGE_BYTES = 64
+MAX_QUESTIONS = 64
+"""Open questions per link; a further one is refused."""
+_FORMAT = struct.Struct("<B7xQ48x")
+_QUESTION, _ANSWER = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    asked_at: float
+    deadline: float
+    future: Future[float]
+
+
+class LinkProbe:
+    """The probes of one link. All calls on the transport's thread."""
+
+    def __init__(self, device: UcxDevice, endpoint: Any, *, my_tag: int, their_tag: int) -> None:
+        """Raises: PeerLost."""
+        self._device = device
+        self._endpoint = endpoint
+        self._my_tag = my_tag
+        self._their_tag = their_tag
+        self._into = np.zeros(MESSAGE_BYTES, np.uint8)
+        self._questions: dict[int, _Question] = {}
+        self._sends: list[tuple[Any, np.ndarray]] = []
+        self._next_nonce = 0
+        self._receive = device.receive(endpoint, self._into, their_tag)
+
+    @property
+    def is_asking(self) -> bool:
+        return bool(self._questions)
+
+    def ask(self, deadline: float, future: Future[float]) -> None:
+        """Sends a question; ``future`` gets the seconds until its answer was here, by ``time.monotonic``."""
+        if len(self._questions) >= MAX_QUESTIONS:
+            fail(future, DeadlineExceeded("too many probes wait for an answer"))
+            return
+        nonce, self._next_nonce = self._next_nonce, self._next_nonce + 1
+        self._questions[nonce] = _Question(time.monotonic(), deadline, future)
+        try:
+            self._send(_QUESTION, nonce)
+        except PeerLost as error:
+            fail(self._questions.pop(nonce).future, error)
+
+    def collect(self, now: float) -> bool:
+        """Answers questions, takes answers, ends those that are overdue. Returns True when something came.
+
+        Raises: PeerLost when the link is broken.
+        """
+        came = False
+        while self._receive.completed:
+            if self._device.ended(self._receive) is not RequestEnd.DONE:
+                raise PeerLost("a probe broke")
+            came = True
+            kind, nonce = _FORMAT.unpack(self._into.data)
+            self._receive = self._device.receive(self._endpoint, self._into, self._their_tag)
+            if kind == _QUESTION:
+                self._send(_ANSWER, nonce)
+            elif (question := self._questions.pop(nonce, None)) is not None:
+                question.future.set_result(time.monotonic() - question.asked_at)
+        for nonce in [nonce for nonce, question in self._questions.items() if now >= question.deadline]:
+            fail(self._questions.pop(nonce).future, DeadlineExceeded("the peer does not answer a probe"))
+        return came
+
+    def end(self, error: KopirError) -> None:
+        """Ends all questions with ``error``. Memory of posted messages stays with this object."""
+        for question in self._questions.values():
+            fail(question.future, error)
+        self._questions.clear()
+
+    def _send(self, kind: int, nonce: int) -> None:
+        self._sends = [(request, buffer) for request, buffer in self._sends if not request.completed]
+        buffer = np.frombuffer(_FORMAT.pack(kind, nonce), np.uint8)
+        self._sends.append((self._device.send(self._endpoint, buffer, self._my_tag), buffer))
