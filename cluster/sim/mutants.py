@@ -149,6 +149,13 @@ class RetriesDelivered(RequestMachine):
             self.first_delta_sent = sent
 
 
+class TrustsOldLink(RequestMachine):
+    """A ledger that goes on after a lost link as if no frame had died with it."""
+
+    def _link_back(self, event: ev.LinkBack) -> list[Instruction]:
+        return [order for order in super()._link_back(event) if not isinstance(order, ev.AskResend)]
+
+
 class NeverLapses(LeaseGranter):
     """A granter that waits for ever for a holder that has gone silent."""
 
@@ -204,6 +211,7 @@ MUTANTS: dict[str, Mutant] = {
     "digest_skipped": _mutant("RightBytes", verify=_trusts_digest),
     "reservation_never_expires": _mutant("NothingLeft OneEnding", reservations_expire=False),
     "incarnation_reused": _mutant("NothingLeft OneHolder", fresh_incarnations=False),
+    "lost_frames_not_asked_for": _mutant("NothingLeft OneEnding", machine=TrustsOldLink),
     "silence_ignored": _mutant("NothingLeft OneEnding", granter=NeverLapses),
 }
 """By name; ``python -m cluster.sim mutants`` runs them all."""

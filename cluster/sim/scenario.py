@@ -168,8 +168,8 @@ def make_scenario(seed: int) -> Scenario:
     asks = tuple(_make_ask(number, dice, shape) for number in range(dice.between(4, 10)))
     dice = Dice(seed, FAULTS)
     faults = [_make_fault(dice, shape, asks) for _ in range(dice.between(3, 8))]
-    if dice.chance(0.4):
-        faults += dice.pick((_make_late_answers, _make_stalled_writer))(dice, shape, asks)
+    if dice.chance(0.5):
+        faults += dice.pick((_make_late_answers, _make_stalled_writer, _make_flapping_link))(dice, shape, asks)
     faults.sort(key=lambda fault: fault.at_ns)
     end_ns = max(fault.at_ns + _length_ns(fault) for fault in faults)
     last_ns = max(ask.at_ns for ask in asks)
@@ -307,6 +307,23 @@ def _make_stalled_writer(dice: Dice, shape: Shape, asks: tuple[Ask, ...]) -> lis
     at_ns = ask.at_ns + dice.between(timing.chunk_ns, timing.chunk_ns * (ask.prompt_blocks + 1))
     for_ns = dice.between(timing.transfer_deadline_ms, timing.transfer_deadline_ms + timing.lease_ms * 4) * MS
     return [Pause(at_ns=at_ns, target=f"p{dice.between(0, shape.num_prefill - 1)}", for_ns=for_ns)]
+
+
+def _make_flapping_link(dice: Dice, shape: Shape, asks: tuple[Ask, ...]) -> list[AnyFault]:
+    """A connection breaks in the middle of a stream, takes frames with it, and is back within the lease."""
+    ask, timing = dice.pick(asks), shape.timing
+    decode, ingress = f"d{dice.between(0, shape.num_decode - 1)}", f"i{ask.ingress}"
+    begin_ns = ask.at_ns + ask.prompt_blocks * timing.chunk_ns
+    end_ns = begin_ns + ask.max_tokens * timing.step_ns
+    faults: list[AnyFault] = []
+    for _ in range(dice.between(1, 3)):
+        at_ns = dice.between(begin_ns, end_ns)
+        if dice.chance(0.5):
+            faults.append(Reset(at_ns=at_ns, one=decode, other=ingress))
+        else:
+            for_ns = dice.between(5, timing.lease_ms // 2) * MS
+            faults.append(Cut(at_ns=at_ns, source=decode, destination=ingress, for_ns=for_ns, both=False, resets=True))
+    return faults
 
 
 def _length_ns(fault: AnyFault) -> int:
