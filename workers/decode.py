@@ -14,7 +14,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 from kvstore.core.block_pool import BlockPool, Reservation
 from kvstore.core.ids import AttemptId, Incarnation
@@ -41,6 +40,7 @@ from kvstore.core.messages import (
 from kvstore.transport.base import BlockReceive, TransferResult, Transport
 from workers.core.hand_off import HandOffState, HandOffTracker, Refusal
 from workers.core.waiting_line import WaitingLine
+from workers.decode_attempt import DecodeAttempt
 from workers.engine_loop import AttemptKey, DecodeSequence, EngineLoop, NewToken, end_reason
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvPeer
@@ -57,26 +57,6 @@ _WIRE: dict[TransferResult, LandedResult] = {
     TransferResult.TIMEOUT: "TIMEOUT",
     TransferResult.PEER_LOST: "PEER_LOST",
 }
-
-
-@dataclass(slots=True)
-class DecodeAttempt:
-    """One attempt that holds blocks here."""
-
-    request: Reserve
-    link: IngressLink
-    slots: tuple[int, ...]
-    """Block table: the prompt's blocks, then those for the tokens to come."""
-    tracker: HandOffTracker
-    peer: KvPeer | None = None
-    decoding: bool = False
-    num_generated: int = 0
-    ended: bool = False
-    pending: list[StreamDelta] = field(default_factory=list)
-
-    @property
-    def key(self) -> AttemptKey:
-        return self.request.attempt_id, self.request.epoch
 
 
 class DecodeSide:
@@ -257,7 +237,7 @@ class DecodeSide:
                 self.counters["tokens_discarded"] += 1
                 continue
             attempt.num_generated = token.index + 1
-            frames.setdefault(attempt.link, []).append(_delta(attempt, token))
+            frames.setdefault(attempt.link, []).append(attempt.delta(token))
             if token.end is not None:
                 attempt.ended = True
                 ended.append(attempt)
@@ -523,15 +503,3 @@ class DecodeSide:
         self._seen[key] = None
         if len(self._seen) > SEEN_ATTEMPTS_MAX:
             self._seen.popitem(last=False)
-
-
-def _delta(attempt: DecodeAttempt, token: NewToken) -> StreamDelta:
-    return StreamDelta(
-        request_id=attempt.request.request_id,
-        attempt_id=attempt.key[0],
-        epoch=attempt.key[1],
-        first_index=token.index,
-        token_ids=(token.token_id,),
-        logprobs=(token.logprobs,) if token.logprobs is not None else None,
-        end=token.end,
-    )

@@ -13,12 +13,10 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 from kvstore.core.block_pool import BlockPool, NoCapacityResult, Reservation
 from kvstore.core.identity import prefix_hashes
-from kvstore.core.ids import AttemptId, BlockDigest, BlockHash, Incarnation
+from kvstore.core.ids import AttemptId, Incarnation
 from kvstore.core.messages import (
     AttemptFault,
     BlocksLanded,
@@ -47,6 +45,7 @@ from workers.engine_loop import AttemptKey, EngineLoop, PrefillJob
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvPeer
 from workers.kv_pool import KvPool
+from workers.prefill_job import Job, PrefillFailed
 from workers.spec import DecodeAddress, WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -55,46 +54,6 @@ SEEN_ATTEMPTS_MAX = 4096
 HAND_OFF_DEADLINE_S = 10.0
 LOOKUP_DEADLINE_S = 1.0
 BLOCKS_DEADLINE_S = 30.0
-
-
-class PrefillFailed(KopirError):
-    """A job cannot go on; the message goes to the ingress."""
-
-
-@dataclass(slots=True)
-class Job:
-    """One prefill under way."""
-
-    request: Prefill
-    link: IngressLink
-    accepted_ns: int
-    block_table: Sequence[int] = ()
-    holds_blocks: bool = False
-    peer: KvPeer | None = None
-    hashes: list[BlockHash] = field(default_factory=list)
-    digests: list[BlockDigest] = field(default_factory=list)
-    """Digests of blocks [0, n) in order; a block has one once it will not change any more."""
-    num_cached_blocks: int = 0
-    cached_tokens: int = 0
-    num_final: int = 0
-    """Blocks [0, num_final) will not change any more; they have a digest and, with a peer, were pushed."""
-    pushes: list[tuple[Future[list[TransferResult]], range]] = field(default_factory=list)
-    computed: asyncio.Future[tuple[int, TokenLogprobs | None]] | None = None
-    handed_off: asyncio.Future[HandOffDone] | None = None
-    started_ns: int = 0
-    engine_started_ns: int = 0
-    done_ns: int = 0
-    task: asyncio.Task[None] | None = None
-    in_engine: bool = False
-    cancelled: bool = False
-
-    @property
-    def key(self) -> AttemptKey:
-        return self.request.attempt_id, self.request.epoch
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.spec.prompt_token_ids)
 
 
 class PrefillSide:

@@ -1,0 +1,43 @@
+"""One attempt that holds blocks at a decode worker, from its reservation to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstore.core.messages import Reserve, StreamDelta
+from workers.core.hand_off import HandOffTracker
+from workers.engine_loop import AttemptKey, NewToken
+from workers.ingress_link import IngressLink
+from workers.kv_link import KvPeer
+
+
+@dataclass(slots=True)
+class DecodeAttempt:
+    """One attempt that holds blocks here."""
+
+    request: Reserve
+    link: IngressLink
+    slots: tuple[int, ...]
+    """Block table: the prompt's blocks, then those for the tokens to come."""
+    tracker: HandOffTracker
+    peer: KvPeer | None = None
+    decoding: bool = False
+    num_generated: int = 0
+    ended: bool = False
+    pending: list[StreamDelta] = field(default_factory=list)
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.request.attempt_id, self.request.epoch
+
+    def delta(self, token: NewToken) -> StreamDelta:
+        """Returns one token of this attempt as it travels to the ingress."""
+        return StreamDelta(
+            request_id=self.request.request_id,
+            attempt_id=self.key[0],
+            epoch=self.key[1],
+            first_index=token.index,
+            token_ids=(token.token_id,),
+            logprobs=(token.logprobs,) if token.logprobs is not None else None,
+            end=token.end,
+        )
