@@ -49,8 +49,8 @@ POOL_BYTES = 256 * MIB
 KV_BLOCK_BYTES = 368_640
 """16 tokens of the packaged model: 30 layers, K and V, 3 heads of 64, 2 bytes each."""
 KV_BLOCK_TOKENS = 16
-BATCH_BYTES = 24 * MIB
-BATCH_BLOCKS_MAX = 64
+BATCH_BYTES = 96 * MIB
+BATCH_BLOCKS_MAX = 256
 ROUND_TRIP_BYTES = 64
 JOIN_S = 10.0
 

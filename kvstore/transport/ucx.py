@@ -42,8 +42,11 @@ SPIN_S = 60e-6
 WAIT_S_MAX = 0.05
 """Bound of a sleep while something is in flight, should a wake-up ever be missed."""
 IDLE_WAIT_S = 1.0
-NAP_S = 200e-6
-"""Pause of a sender whose receivers copy by themselves: without it, every block's acknowledgement would wake it."""
+NAP_S = 500e-6
+"""Pause of a sender whose receivers copy by themselves: without it, every block's acknowledgement would wake it, and
+the receiver would pay for the wake-up."""
+NAP_S_TOTAL = 0.02
+"""After so long without a movement such a sender sleeps until it is woken."""
 NAP_BLOCK_BYTES = 64 << 10
 """Blocks from this size on move by the receiver's copy alone; smaller ones need the sender's help."""
 CLOSE_DEADLINE_S = 1.0
@@ -128,7 +131,7 @@ class UcxTransport(Transport):
         self._device: UcxDevice
         self._helper: DigestHelper
         self._book: TransferBook
-        self._busy_until = 0.0
+        self._busy_until = self._nap_until = 0.0
         opened: Future[bytes] = Future()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="kopir-ucx", daemon=True)
         self._thread.start()
@@ -232,8 +235,11 @@ class UcxTransport(Transport):
         moved |= self._book.collect(now)
         moved |= self._collect_links(now)
         if moved:
-            self._busy_until = now + SPIN_S
-        elif now >= self._busy_until:
+            self._nap_until = now + NAP_S_TOTAL
+            # A sender whose receivers copy by themselves has nothing to hurry for.
+            is_passive = self._book.num_batches and all(batch.is_passive for batch in self._book.batches())
+            self._busy_until = now if is_passive else now + SPIN_S
+        if now >= self._busy_until:
             self._rest(now)
 
     def _rest(self, now: float) -> None:
@@ -242,16 +248,16 @@ class UcxTransport(Transport):
         if not (self._book.num_batches or self._book.num_given_up or self._closings or is_asked):
             self._sleep(IDLE_WAIT_S)
             return
-        batches = self._book.batches()
-        if batches and all(batch.is_passive for batch in batches):
-            time.sleep(NAP_S)
+        if now < self._nap_until and all(batch.is_passive for batch in self._book.batches()) and not is_asked:
+            self._sleep(NAP_S, is_nap=True)
+            return
         deadline = self._book.next_deadline()
         self._sleep(WAIT_S_MAX if deadline is None else min(WAIT_S_MAX, max(0.0, deadline - now)))
 
-    def _sleep(self, timeout_s: float) -> None:
+    def _sleep(self, timeout_s: float, *, is_nap: bool = False) -> None:
         self._is_asleep = True
         if not self._commands:
-            self._device.sleep(timeout_s)
+            (self._device.nap if is_nap else self._device.sleep)(timeout_s)
         self._is_asleep = False
 
     def _wake(self) -> None:

@@ -84,8 +84,9 @@ class LinkProbe:
                 self._send(_ANSWER, nonce)
             elif (question := self._questions.pop(nonce, None)) is not None:
                 question.future.set_result(time.monotonic() - question.asked_at)
-        for nonce in [nonce for nonce, question in self._questions.items() if now >= question.deadline]:
-            fail(self._questions.pop(nonce).future, DeadlineExceeded("the peer does not answer a probe"))
+        if self._questions:
+            for nonce in [nonce for nonce, question in self._questions.items() if now >= question.deadline]:
+                fail(self._questions.pop(nonce).future, DeadlineExceeded("the peer does not answer a probe"))
         return came
 
     def end(self, error: KopirError) -> None:

@@ -9,7 +9,19 @@ import pytest
 from pairs import InprocPair, Pair, UcxPair
 
 UCX_PATHS = [pytest.param(path, marks=pytest.mark.ucx, id=path) for path in ("ucx-local", "ucx-network")]
+DEFAULT_REPEATS = 4
 BACKENDS = ["inproc", *UCX_PATHS]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--repeats", type=int, default=DEFAULT_REPEATS, help="repetitions of each soak test")
+
+
+@pytest.fixture
+def repeats(request: pytest.FixtureRequest) -> int:
+    """How often a soak test repeats: a slice by default, all of it with ``pytest tests/transport --repeats 200``."""
+    # Without the default, the option is unknown when this folder was not named on the command line.
+    return int(request.config.getoption("--repeats", DEFAULT_REPEATS))
 
 
 @contextmanager

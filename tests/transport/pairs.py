@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import time
 from abc import ABC, abstractmethod
 from itertools import count
 from typing import Any
 
+import psutil
 from sides import PumpedSide, RemoteSide, Side
 
 from kvstore.transport.inproc import InprocHub, InprocTransport
@@ -19,6 +21,8 @@ class Pair(ABC):
     """``near`` lives in the test's process; each side knows the other by its incarnation."""
 
     backend: str
+    same_host = True
+    far_address: bytes
     near: Any
     far: Any
 
@@ -102,18 +106,22 @@ class UcxPair(Pair):
     def __init__(self, *, same_host: bool) -> None:
         super().__init__()
         self.backend = "ucx-local" if same_host else "ucx-network"
-        self._same_host = same_host
+        self.same_host = same_host
         self.near = Side(UcxTransport)
         self.far = RemoteSide(UcxTransport)
-        self._far_address = self.far.address()
+        self.far_address = self.far.address()
 
     def link(self, deadline_s: float = 10.0) -> tuple[str, str]:
-        answer = self.far.start("connect", self.near_name, self.near.address(), self._same_host, deadline_s)
-        ours = self.near.connect(self.far_name, self._far_address, self._same_host, deadline_s)
+        answer = self.far.start("connect", self.near_name, self.near.address(), self.same_host, deadline_s)
+        ours = self.near.connect(self.far_name, self.far_address, self.same_host, deadline_s)
         return ours, answer()
 
     def stop_far(self) -> None:
         self.far.signal(signal.SIGSTOP)
+        process = psutil.Process(self.far.process.pid)
+        # The signal takes a moment to reach a thread that runs on another core.
+        while process.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.0005)
 
     def resume_far(self) -> None:
         self.far.signal(signal.SIGCONT)
@@ -125,7 +133,7 @@ class UcxPair(Pair):
         self.far.end()
         self.far = RemoteSide(UcxTransport)
         self.far_name = f"far-{next(_incarnations)}"
-        self._far_address = self.far.address()
+        self.far_address = self.far.address()
 
     def end(self) -> None:
         self.near.close()

@@ -66,6 +66,16 @@ class Side:
             sends.append(BlockSend(tag, memoryview(block)))
         self._futures[name] = self.transport.push(peer, sends, deadline_s=deadline_s)
 
+    def push_damaged(self, name: str, peer: str, tags: list[int], size: int, flips: dict[int, int]) -> None:
+        """Pushes blocks with one bit flipped in each that ``flips`` names: tag -> bit."""
+        sends = []
+        for tag in tags:
+            block = self._blocks["send", tag] = content(tag, size)
+            if tag in flips:
+                block[flips[tag] // 8] ^= 1 << flips[tag] % 8
+            sends.append(BlockSend(tag, memoryview(block)))
+        self._futures[name] = self.transport.push(peer, sends, deadline_s=20.0)
+
     def receive(
         self, name: str, peer: str, tags: list[int], size: int, deadline_s: float = 20.0, verify: bool = True
     ) -> None:

@@ -43,7 +43,7 @@ def test_a_block_lands_byte_for_byte(shared_pair: Pair, tags: Tags, size: int) -
         digest_of(tag, size) for tag in (first, second)
     ]
     assert shared_pair.far.results("p") == shared_pair.far.results("q") == ["OK"]
-    assert nothing_outstanding(shared_pair)
+    assert until(lambda: nothing_outstanding(shared_pair))
 
 
 def test_sixty_four_blocks_in_flight_each_way_at_once(shared_pair: Pair, tags: Tags) -> None:
@@ -54,7 +54,7 @@ def test_sixty_four_blocks_in_flight_each_way_at_once(shared_pair: Pair, tags: T
         side.receive("r", peer, mine, KV_BLOCK_BYTES)
     for side in (shared_pair.near, shared_pair.far):
         assert side.results("r") == side.results("p") == ["OK"] * 64
-    assert nothing_outstanding(shared_pair)
+    assert until(lambda: nothing_outstanding(shared_pair))
 
 
 def test_receives_in_another_order_than_sends_get_their_own_blocks(shared_pair: Pair, tags: Tags) -> None:
@@ -75,7 +75,7 @@ def test_other_bytes_than_the_digest_says_are_corrupt_and_only_they(shared_pair:
     shared_pair.near.receive("r", shared_pair.far_name, [good, bad, last], KV_BLOCK_BYTES)
     assert shared_pair.near.results("r") == ["OK", "CORRUPT", "OK"]
     assert shared_pair.far.results("q") == ["OK"]
-    assert nothing_outstanding(shared_pair)
+    assert until(lambda: nothing_outstanding(shared_pair))
     name = shared_pair.near.transport.name
     assert shared_pair.near.stats()[f"{name}_corrupt_blocks"] == before[f"{name}_corrupt_blocks"] + 1
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 
+import psutil
 import pytest
 from pairs import Pair
 from sides import digest_of
+
+from kvstore.errors import PeerLost
+from kvstore.transport.pieces import PIECE_BYTES
+from kvstore.transport.ucx import UcxTransport
 
 pytestmark = pytest.mark.ucx
 
@@ -32,7 +41,8 @@ def test_blocks_pushed_by_another_process_land_whole(ucx_pair: Pair) -> None:
     assert ucx_pair.near.results("r") == ["OK"] * 64
     assert ucx_pair.far.results("p") == ["OK"] * 64
     assert all(ucx_pair.near.landed(tag) == digest_of(tag, KV_BLOCK_BYTES) for tag in tags)
-    assert ucx_pair.near.outstanding(ucx_pair.far_name) == ucx_pair.far.outstanding(ucx_pair.near_name) == []
+    assert until(lambda: not ucx_pair.near.outstanding(ucx_pair.far_name))
+    assert until(lambda: not ucx_pair.far.outstanding(ucx_pair.near_name))
 
 
 def test_a_killed_sender_ends_the_wait_by_its_deadline_and_others_go_on(ucx_pair: Pair) -> None:
@@ -136,3 +146,96 @@ def test_waiting_for_a_silent_peer_costs_little(ucx_pair: Pair) -> None:
     pair.near.receive("r", pair.far_name, [5], KV_BLOCK_BYTES, 2.0)
     assert pair.near.results("r") == ["TIMEOUT"]
     assert time.process_time() - before < 0.2
+
+
+def test_many_threads_need_a_peer_that_is_just_being_replaced(ucx_pair: Pair) -> None:
+    """Kill and replace while four threads connect to the newcomer at once: one link, all blocks land, nobody aborts."""
+    pair = ucx_pair
+    for life in range(4):
+        pair.near.receive("lost", pair.far_name, [1000 + life], KV_BLOCK_BYTES, 30.0)
+        dead = pair.far_name
+        pair.kill_far()
+        pair.replace_far()
+        # Not awaited: the old link may still be closing while the new one is made.
+        pair.near.transport.peer_lost(dead, proved_dead=True)
+        answer = pair.far.start("connect", pair.near_name, pair.near.address(), pair.same_host, 10.0)
+        with ThreadPoolExecutor(4) as threads:
+            arguments = (pair.far_name, pair.far_address, pair.same_host, 10.0)
+            links = [threads.submit(pair.near.connect, *arguments) for _ in range(4)]
+            assert [link.result() for link in links] == ["ok"] * 4
+        assert answer() == "ok"
+        tags = [2000 + 10 * life + index for index in range(4)]
+        pair.far.push("p", pair.near_name, tags, KV_BLOCK_BYTES)
+        pair.near.receive("r", pair.far_name, tags, KV_BLOCK_BYTES)
+        assert pair.near.results("r") == ["OK"] * 4
+        assert pair.near.results("lost") == ["PEER_LOST"]
+        assert until(lambda dead=dead: not pair.near.outstanding(dead))
+
+
+def test_a_transfer_that_outlives_its_attempt_reaches_no_live_block(ucx_pair: Pair) -> None:
+    """Sixteen blocks and one block alike: their owner is stopped in mid-transfer, other blocks take the memory that
+    the transport calls settled, the owner goes on; what landed meanwhile stays what it was."""
+    pair = ucx_pair
+    for tags in ([1], list(range(10, 26))):
+        pair.far.push("p", pair.near_name, tags, KV_BLOCK_BYTES)
+        pair.stop_far()
+        pair.near.receive("r", pair.far_name, tags, KV_BLOCK_BYTES, 0.3)
+        results = dict(zip(tags, pair.near.results("r"), strict=True))
+        fenced = set(pair.near.outstanding(pair.far_name))
+        assert fenced == {tag for tag, result in results.items() if result == "TIMEOUT"}
+        for tag in set(tags) - fenced:
+            pair.near.fill("receive", tag, 42)
+        pair.resume_far()
+        assert until(lambda: not pair.near.outstanding(pair.far_name))
+        for tag in fenced:
+            pair.near.fill("receive", tag, 42)
+        assert pair.near.probe(pair.far_name) == "ok"
+        assert all(pair.near.has_only("receive", tag, 42) for tag in tags)
+
+
+@pytest.mark.parametrize("size", [4096, KV_BLOCK_BYTES, 3 * PIECE_BYTES])
+def test_a_flipped_bit_anywhere_is_caught(ucx_pair: Pair, size: int) -> None:
+    """Random single bits of random blocks, flipped after the digest was made: each is CORRUPT and its neighbours OK."""
+    rng = random.Random(size)
+    for turn in range(5):
+        tags = list(range(1 + turn * 16, 17 + turn * 16))
+        damaged = set(rng.sample(tags, 8))
+        ucx_pair.far.push_damaged(
+            "p", ucx_pair.near_name, tags, size, {tag: rng.randrange(8 * size) for tag in damaged}
+        )
+        ucx_pair.near.receive("r", ucx_pair.far_name, tags, size)
+        assert ucx_pair.near.results("r") == ["CORRUPT" if tag in damaged else "OK" for tag in tags]
+
+
+def test_noise_for_an_address_is_a_lost_peer_and_nothing_else(ucx_pair: Pair) -> None:
+    """What a peer says about itself is checked before UCX sees it; the transport goes on."""
+    for noise in (b"", b"\x00" * 100, b"\xff" * 1024, random.Random(1).randbytes(300), pickle_bomb()):
+        assert ucx_pair.near.connect("noise", noise, ucx_pair.same_host, 1.0) in ("PeerLost", "DeadlineExceeded")
+    ucx_pair.far.push("p", ucx_pair.near_name, [1], KV_BLOCK_BYTES)
+    ucx_pair.near.receive("r", ucx_pair.far_name, [1], KV_BLOCK_BYTES)
+    assert ucx_pair.near.results("r") == ["OK"]
+
+
+def pickle_bomb() -> bytes:
+    """Returns a pickle that would end the process that loads it."""
+    return b"cos\n_exit\n(I3\ntR."
+
+
+def test_without_a_network_lane_no_socket_is_opened() -> None:
+    """A same-host deployment listens nowhere; what cannot be reached without a network says so."""
+    with listening_sockets() as before, closing(UcxTransport(has_network=False)) as transport:
+        assert before() == set()
+        with pytest.raises(PeerLost, match="network lane"):
+            transport.connect("far", transport.address(), same_host=False, deadline_s=1)
+
+
+@contextmanager
+def listening_sockets() -> Iterator[Callable[[], set[int]]]:
+    """Gives a function that returns the ports on which this process began to listen meanwhile."""
+
+    def now() -> set[int]:
+        connections = psutil.Process().net_connections(kind="inet")
+        return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+    at_start = now()
+    yield lambda: now() - at_start

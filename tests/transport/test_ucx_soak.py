@@ -1,0 +1,113 @@
+"""Long repetitions of faults at random moments. A slice runs with all tests; ``make soak`` runs all of it.
+
+pytest tests/transport/test_ucx_soak.py --repeats 200
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+from pairs import Pair
+
+pytestmark = [pytest.mark.ucx, pytest.mark.timeout(1800)]
+
+SIZES = (4096, 60_000, 368_640, 4 << 20, 16 << 20)
+DEADLINE_S = 0.4
+LATENESS_S = 1.0
+"""What a loaded machine may add to a deadline."""
+
+
+def wait(seconds: float) -> None:
+    threading.Event().wait(seconds)
+
+
+def until_settled(pair: Pair, deadline_s: float = 20.0) -> None:
+    """Waits until nothing with the far side is outstanding on the near one."""
+    end = time.monotonic() + deadline_s
+    while pair.near.outstanding(pair.far_name):
+        assert time.monotonic() < end, f"still outstanding: {pair.near.outstanding(pair.far_name)}"
+        wait(0.001)
+
+
+def test_a_sender_stopped_at_any_moment_never_writes_a_settled_slot(ucx_pair: Pair, repeats: int) -> None:
+    """Stop in mid-transfer, expire, reassign what is settled, fill, continue: the bytes stay."""
+    rng = random.Random(7)
+    pair = ucx_pair
+    for turn in range(repeats):
+        size, tags = rng.choice(SIZES), [turn * 10 + index for index in range(rng.randint(1, 6))]
+        pair.far.push("p", pair.near_name, tags, size)
+        if rng.random() < 0.5:
+            wait(rng.random() * 0.003)
+            pair.stop_far()
+            pair.near.receive("r", pair.far_name, tags, size, DEADLINE_S)
+        else:
+            pair.near.receive("r", pair.far_name, tags, size, DEADLINE_S)
+            wait(rng.random() * 0.003)
+            pair.stop_far()
+        results = dict(zip(tags, pair.near.results("r"), strict=True))
+        fenced = set(pair.near.outstanding(pair.far_name))
+        assert set(results.values()) <= {"OK", "TIMEOUT"}
+        assert fenced <= {tag for tag, result in results.items() if result == "TIMEOUT"}
+        for tag in set(tags) - fenced:
+            pair.near.fill("receive", tag, 42)
+        pair.resume_far()
+        until_settled(pair)
+        for tag in fenced:
+            pair.near.fill("receive", tag, 42)
+        assert pair.far.results("p") == ["OK"] * len(tags)
+        assert pair.near.probe(pair.far_name) == "ok"
+        assert all(pair.near.has_only("receive", tag, 42) for tag in tags), f"turn {turn}: a late write"
+
+
+def test_faults_at_random_moments_end_every_wait_and_leak_nothing(ucx_pair: Pair, repeats: int) -> None:
+    """Kill, stop and go on, lose and link again, with blocks under way in both directions."""
+    rng = random.Random(11)
+    pair = ucx_pair
+    for turn in range(repeats):
+        size, count = rng.choice(SIZES), rng.randint(1, 6)
+        inward, outward = ([turn * 100 + base + index for index in range(count)] for base in (0, 50))
+        pair.far.push("p", pair.near_name, inward, size, 2.0)
+        pair.far.receive("r", pair.near_name, outward, size, 2.0)
+        started = time.monotonic()
+        pair.near.receive("r", pair.far_name, inward, size, DEADLINE_S)
+        pair.near.push("p", pair.far_name, outward, size, DEADLINE_S)
+        wait(rng.random() * 0.005)
+        fault = rng.choice(("none", "kill", "stop", "lose"))
+        if fault == "kill":
+            pair.kill_far()
+        elif fault == "stop":
+            pair.stop_far()
+        elif fault == "lose":
+            pair.near.peer_lost(pair.far_name, False)
+            pair.far.peer_lost(pair.near_name, False)
+        results = pair.near.results("r") + pair.near.results("p")
+        assert time.monotonic() - started < DEADLINE_S + LATENESS_S, f"turn {turn} {fault}: late"
+        assert set(results) <= {"OK", "TIMEOUT", "PEER_LOST"}, f"turn {turn} {fault}: {results}"
+        if fault == "none":
+            assert set(results) == {"OK"}, f"turn {turn}: {results}"
+        if fault == "stop":
+            pair.resume_far()
+        if fault == "kill" or fault == "lose":
+            # After a loss a source may still be read, so only the death of its reader settles it.
+            dead = pair.far_name
+            pair.kill_far()
+            pair.near.peer_lost(dead, True)
+            assert pair.near.outstanding(dead) == [], f"turn {turn} {fault}"
+            pair.replace_far()
+            assert pair.link() == ("ok", "ok")
+        until_settled(pair)
+
+
+def test_ten_thousand_flipped_bits_are_all_caught(ucx_pair: Pair, repeats: int) -> None:
+    """50 a turn: with ``--repeats 200`` ten thousand, anywhere in blocks of one piece and of several."""
+    rng = random.Random(13)
+    for turn in range(repeats):
+        size = rng.choice((4096, 60_000, 368_640, 1_200_000))
+        tags = [turn * 100 + index for index in range(50)]
+        flips = {tag: rng.randrange(8 * size) for tag in tags}
+        ucx_pair.far.push_damaged("p", ucx_pair.near_name, tags, size, flips)
+        ucx_pair.near.receive("r", ucx_pair.far_name, tags, size)
+        assert ucx_pair.near.results("r") == ["CORRUPT"] * 50
