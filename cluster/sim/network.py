@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from cluster.sim.dice import Dice
 from cluster.sim.kernel import Kernel, Life
 from cluster.sim.scenario import Chaos
-from kvstore.core.messages import BlocksPosted, Credit
+from kvstore.core.messages import BlocksPosted, Credit, Frame
 
 REDIAL_NS = 30_000_000
 BREAK_NS_MAX = 200_000_000
@@ -124,6 +124,9 @@ class Network:
         copies = 1
         if self.chaos:
             copies, extra_ns = self._fate(message)
+            if copies == 0 and isinstance(message, Frame):
+                # Tokens are lost only with their connection: a stream that waits for credit shows no gap later.
+                kernel.at(self._dice.between(0, BREAK_NS_MAX), None, self._break, link)
             # A late message is overtaken by those sent after it.
             if extra_ns:
                 kernel.at(

@@ -154,6 +154,9 @@ class SimPrefill(SimWorker):
             self._fail(job, "transfer_failed")
 
     def _try_start(self, job: _Job) -> bool:
+        if job.link is None or not job.link.is_open:
+            self._fail(job, "transfer_failed")
+            return True
         ask = self.world.asks[job.request.request_id]
         allocated = self.pool.allocate(
             AttemptId(job.key[0]), job.key[1], num_blocks=ask.prompt_blocks, reader=Incarnation(job.receiver)
@@ -180,11 +183,14 @@ class SimPrefill(SimWorker):
     def _on_chunk(self, job: _Job) -> None:
         if self._jobs.get(job.key) is not job:
             return
+        if job.link is None or not job.link.is_open:
+            # Nobody would hear of the block, so its send would never meet a receive.
+            self._fail(job, "transfer_failed")
+            return
         self._finish_block(job, job.num_computed)
         if job.num_computed < len(job.slots):
             self.kernel.at(self._chunk_ns(), self.life, self._on_chunk, job)
             return
-        assert job.link is not None, job.key
         hand_off = HandOff(attempt_id=job.key[0], epoch=job.key[1], first_token_id=job.key[1] * TOKEN_EPOCH)
         if not job.link.send(self, hand_off):
             self._fail(job, "transfer_failed")
@@ -288,6 +294,9 @@ class SimPrefill(SimWorker):
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def _fail(self, job: _Job, reason: Any) -> None:
+        if self._jobs.get(job.key) is not job:
+            # The end of another job let this one out of the line, straight into its own end.
+            return
         fault = AttemptFault(attempt_id=job.key[0], epoch=job.key[1], reason=reason, message="")
         self.send(job.ingress, fault)
         self._abandon(job)
