@@ -13,6 +13,7 @@ Life cycle of landing pieces: made with their posted requests -> ``completed`` i
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,12 @@ import xxhash
 
 PIECE_BYTES = 512 << 10
 """Fits into a second-level cache beside its source."""
+
+LAG_PIECES_MAX = 4
+"""So many landed pieces may wait for the helper before the mover folds one itself."""
+LOOK_S = 50e-6
+PATIENCE_S = 2e-3
+"""How long the helper stays with a block of which no further piece lands."""
 
 
 def cut(buffer: np.ndarray) -> list[np.ndarray]:
@@ -66,25 +73,37 @@ class LandingPieces(Pieces):
     def completed(self) -> bool:
         """True when all pieces have landed and are folded.
 
-        Folds one piece when the helper has other work, or has had this block since the last look and does not run.
+        Folds one piece when the helper has other work or does not run, and pieces pile up or none is left to land.
         """
         has_landed = super().completed
-        if self._num_folded < self._num_completed and not self._is_taken and not self._helper.offer(self):
+        lag = self._num_completed - self._num_folded
+        if lag and not self._is_taken and not self._helper.offer(self) and (has_landed or lag >= LAG_PIECES_MAX):
             self.fold(max_pieces=1)
         return has_landed and self._num_folded == len(self.requests)
 
-    def fold(self, *, max_pieces: int) -> None:
-        """Folds landed pieces, unless another thread is at it."""
+    def fold(self, *, max_pieces: int, patience_s: float = 0.0) -> None:
+        """Folds landed pieces, unless another thread is at it; waits up to ``patience_s`` for each that has not landed.
+
+        Pieces that land meanwhile are folded too.
+        """
         with self._lock:
             if self._is_taken:
                 return
             self._is_taken = True
         try:
-            # ``_num_completed`` may grow meanwhile; its pieces are then folded here too.
-            while max_pieces and self._num_folded < self._num_completed:
-                self._hasher.update(self._buffers[self._num_folded].data)
-                self._num_folded += 1
-                max_pieces -= 1
+            waited_s = 0.0
+            while max_pieces and self._num_folded < len(self.requests):
+                if self._num_folded < self._num_completed:
+                    self._hasher.update(self._buffers[self._num_folded].data)
+                    self._num_folded += 1
+                    max_pieces -= 1
+                    waited_s = 0.0
+                elif waited_s < patience_s:
+                    # A timer on this core; being woken by the mover for each piece would cost the mover.
+                    time.sleep(LOOK_S)
+                    waited_s += LOOK_S
+                else:
+                    return
         finally:
             with self._lock:
                 self._is_taken = False
@@ -130,7 +149,7 @@ class DigestHelper:
                 block = self._work
             if block is None:
                 return
-            block.fold(max_pieces=len(block.requests))
+            block.fold(max_pieces=len(block.requests), patience_s=PATIENCE_S)
             with self._condition:
                 self._work = None
             self._on_done()

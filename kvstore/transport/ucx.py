@@ -37,8 +37,10 @@ OWN_TAG_BIT, PROBE_TAG_BIT = 1 << 63, 1 << 62
 """Block tags have 63 bits; the upper half belongs to warm-up messages and, a quarter of all, to probes."""
 WARM_BYTES = 256 << 10
 """Large enough for the rendezvous path that blocks take."""
-SPIN_S = 60e-6
-"""How long the thread keeps looking after something moved, while a peer's next piece is probably on its way."""
+SPIN_S = 200e-6
+"""How long the thread keeps looking after something moved, while a peer's next piece is probably on its way. Longer
+than an idle core takes to wake on a virtual machine: a shorter look would end just before the answer of a peer that
+slept, and both sides would go on waking each other for every message."""
 WAIT_S_MAX = 0.05
 """Bound of a sleep while something is in flight, should a wake-up ever be missed."""
 IDLE_WAIT_S = 1.0
