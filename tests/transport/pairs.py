@@ -107,9 +107,15 @@ class UcxPair(Pair):
         super().__init__()
         self.backend = "ucx-local" if same_host else "ucx-network"
         self.same_host = same_host
-        self.near = Side(UcxTransport)
-        self.far = RemoteSide(UcxTransport)
+        self.near = self.make_near()
+        self.far = self.make_far()
         self.far_address = self.far.address()
+
+    def make_near(self) -> Side:
+        return Side(UcxTransport)
+
+    def make_far(self) -> RemoteSide:
+        return RemoteSide(UcxTransport)
 
     def link(self, deadline_s: float = 10.0) -> tuple[str, str]:
         answer = self.far.start("connect", self.near_name, self.near.address(), self.same_host, deadline_s)
@@ -131,7 +137,7 @@ class UcxPair(Pair):
 
     def replace_far(self) -> None:
         self.far.end()
-        self.far = RemoteSide(UcxTransport)
+        self.far = self.make_far()
         self.far_name = f"far-{next(_incarnations)}"
         self.far_address = self.far.address()
 
