@@ -25,6 +25,7 @@ from cluster import machine, ray_environment, runfile
 from cluster import plan as planning
 from cluster.config import Config
 from kvstore.errors import EnvironmentProblem, FatalError, KopirError
+from kvstore.store.slab import remove_dead_slabs
 from workers.model import hub
 from workers.model.config import read_config
 
@@ -78,6 +79,8 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
         if cluster is not None:
             cluster.stop()
         local.stop_ray(local=config.cluster.address == "local")
+        # A store node that was killed could not unlink its slab itself.
+        remove_dead_slabs()
 
 
 def cluster_secret(config: Config) -> bytes:
@@ -116,7 +119,8 @@ def down(address: str | None) -> bool:
                     f"process {info.pid} did not stop within {DOWN_DEADLINE_S:.0f} s; end it with kill -9"
                 )
             time.sleep(DOWN_POLL_S)
-    return found
+    # What a killed serve left in shared memory belongs to nobody any more.
+    return bool(remove_dead_slabs()) or found
 
 
 class _StopSignal:

@@ -389,6 +389,8 @@ class PrefillSide:
                 done = await job.handed_off
             if not done.accepted:
                 raise PrefillFailed(f"decode refused the hand-off: {done.message}")
+        pushed_bytes = sum(len(blocks) for _, blocks in job.pushes) * self._memory.layout.block_bytes
+        self.counters["pushed_bytes"] += pushed_bytes
         job.link.send(
             PrefillDone(
                 attempt_id=job.key[0],
@@ -398,7 +400,7 @@ class PrefillSide:
                 engine_queue_ns=job.engine_started_ns - job.started_ns,
                 compute_ns=job.done_ns - job.engine_started_ns,
                 hand_off_ns=self._clock_ns() - job.done_ns,
-                pushed_bytes=sum(len(blocks) for _, blocks in job.pushes) * self._memory.layout.block_bytes,
+                pushed_bytes=pushed_bytes,
             )
         )
 

@@ -76,6 +76,8 @@ class LocalCluster:
     def start_http(self, port: int) -> None:
         """Starts Serve's proxy and the ingress replicas; workers may still be loading."""
         server = self._config.server
+        # Its chatter about options that were just applied would alarm people; warnings and errors still come.
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(http_options={"host": server.host, "port": port, "location": "HeadOnly"})
         app = IngressDeployment.options(
             num_replicas=self._config.ingress.replicas,

@@ -22,7 +22,7 @@ from kvstore.errors import BadInput, EnvironmentProblem, KopirError
 ENTRY_POINT_GROUP = "kopir.commands"
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
-_PLUGIN_HELP = {"bench": "Measure transfers, the store, the engine, serving and fail-over."}
+_PLUGIN_HELP = {"bench": "Measure block transfers and serving on this machine."}
 
 
 class PluginGroup(TyperGroup):
