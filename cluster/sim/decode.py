@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
-
 from cluster.sim.kernel import Life
 from cluster.sim.memory import DAMAGED, CopyEnd, answer_content
+from cluster.sim.messages import Resend
 from cluster.sim.network import Link
 from cluster.sim.scenario import MS
 from cluster.sim.witness import Key
@@ -47,14 +46,6 @@ EMIT_NS_MAX = 3_000_000
 RING_TOKENS_MAX = 64
 TOKEN_EPOCH = 1_000_000
 """A token id is its epoch times this, plus its index: text of two runs cannot be mistaken for one."""
-
-
-class Resend(Struct, frozen=True):
-    """An ingress whose link is back asks for every token from ``next_index`` on (contract section 7)."""
-
-    attempt_id: str
-    epoch: int
-    next_index: int
 
 
 @dataclass(slots=True)

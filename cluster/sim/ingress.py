@@ -13,8 +13,8 @@ from cluster.core.admission import Admission
 from cluster.core.attempt_events import WorkerRef
 from cluster.core.routing import Candidate, CoolDown, NoPair, Pair, choose_pair
 from cluster.sim.client import Batch, Broken, Ended, Restarted, SimRequest
-from cluster.sim.decode import Resend
 from cluster.sim.kernel import Life
+from cluster.sim.messages import Resend
 from cluster.sim.network import Link
 from cluster.sim.scenario import MS, Ask
 from cluster.sim.worker import BLOCK_TOKENS, SimWorker

@@ -12,13 +12,14 @@ from typing import Any, Protocol
 
 from cluster.sim.dice import Dice
 from cluster.sim.kernel import Kernel, Life
+from cluster.sim.messages import Resend
 from cluster.sim.scenario import Chaos
 from kvstore.core.messages import BlocksPosted, Credit, Frame
 
 REDIAL_NS = 30_000_000
 BREAK_NS_MAX = 200_000_000
 """A connection that breaks during a cut breaks within this."""
-NEVER_LOST_ALONE = (Credit, BlocksPosted)
+NEVER_LOST_ALONE = (Credit, BlocksPosted, Resend)
 """Nothing makes up for the loss of these alone; a real connection loses them only by breaking."""
 
 

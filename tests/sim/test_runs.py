@@ -113,3 +113,18 @@ REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
 def test_cases_that_failed_once_stay_mended(path: Path) -> None:
     """Each file is a shrunk scenario that showed a bug of the cores or of the drivers' rules."""
     assert replay_file(path).violations == []
+
+
+@pytest.mark.parametrize(
+    ("case", "mutant"),
+    [
+        ("frames-lost-at-credit-limit", "lost_frames_not_asked_for"),
+        ("grant-later-than-lease", "grant_nonce_ignored"),
+        ("holder-goes-silent", "silence_ignored"),
+        ("late-write-after-reuse", "quarantine_skipped"),
+    ],
+)
+def test_recorded_cases_still_show_what_they_were_recorded_for(case: str, mutant: str) -> None:
+    """With the planted bug the case fails: it has not become an ordinary run through a change of the simulator."""
+    scenario = msgspec.json.decode((Path(__file__).parent / "regressions" / f"{case}.json").read_bytes(), type=Scenario)
+    assert _checkers(scenario, mutant) & MUTANTS[mutant].expected
