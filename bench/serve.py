@@ -2,7 +2,8 @@
 
 Starts a cluster of its own (or measures one that runs) and loads the same engine into this process, so that each
 prompt is timed twice in one run, in turn: over HTTP, and by calling the engine directly. Nothing is cached: every
-prompt is new. The split of a request comes from its own journal, measured by the workers that did the work.
+prompt is new. ``added`` is the difference of both; it carries the noise of two computations, each many times larger
+than itself. ``outside`` is what one request spent outside of compute and hand-off: proxy, ingress, queue, look-up, relay. The split of a request comes from its own journal, measured by the workers that did the work.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def run_serve(
             report.rows.append(measure.row(num_tokens, repetitions))
         report.rows.append(measure.cached_row(HAND_OFF_TOKENS, repetitions))
     rows = {row["prompt_tokens"]: row for row in report.rows if row["what"] == "ttft"}
-    report.targets.append(_limit("ingress_relay_added_ttft_ms", rows[128]["added_ms_p50"], OVERHEAD_LIMIT_MS, "ms"))
+    report.targets.append(_limit("ingress_relay_added_ttft_ms", rows[128]["outside_ms_p50"], OVERHEAD_LIMIT_MS, "ms"))
     exposed_ms = rows[HAND_OFF_TOKENS]["exposed_hand_off_ms_p50"]
     report.targets.append(_limit("hand_off_exposed_1024_tokens_ms", exposed_ms, HAND_OFF_LIMIT_MS, "ms"))
     measured = [row for row in report.rows if row["what"].startswith("ttft")]
@@ -71,6 +72,7 @@ _TIMES = {
     "http p90": "http_ms_p90",
     "direct": "direct_ms_p50",
     "added": "added_ms_p50",
+    "outside": "outside_ms_p50",
 }
 _PARTS = {
     "tokens": "prompt_tokens",
@@ -151,6 +153,7 @@ def _split(record: dict[str, Any], *, http_ms: float, total_ms: float) -> dict[s
         "hand_off_ms": spans["hand_off"] / NS_PER_MS,
         "exposed_hand_off_ms": after_compute,
         "relay_ms": http_ms - at_ms["first_token"],
+        "outside_ms": http_ms - compute - after_compute,
         "step_ms": (total_ms - http_ms) / 3,
         "cached_tokens": record["cached_tokens"],
     }
