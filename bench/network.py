@@ -56,7 +56,7 @@ def cable() -> Iterator[tuple[Place, Place]]:
             _ip("-n", end.namespace, "link", "set", end.device, "up")
             _ip("-n", end.namespace, "link", "set", "lo", "up")
         for end in ends:
-            _wait_until_up(end)
+            wait_until_up(end)
         yield ends
     finally:
         for end in ends:
@@ -101,7 +101,7 @@ def _call(name: str, *arguments: object) -> None:
         raise EnvironmentProblem(f"cannot enter a network namespace: {name}: {os.strerror(ctypes.get_errno())}")
 
 
-def _wait_until_up(end: Place) -> None:
+def wait_until_up(end: Place) -> None:
     """The kernel finds out about a carrier a moment after the device was switched on."""
     deadline = time.monotonic() + COMMAND_DEADLINE_S
     while "state UP" not in _ip("-n", end.namespace, "link", "show", "dev", end.device):

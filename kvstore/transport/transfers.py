@@ -327,7 +327,6 @@ class TransferBook:
     def _collect_given_up(self) -> bool:
         if not self._given_up:
             return False
-        # Asked once each: another thread may complete a request between two questions.
         done: list[_GivenUp] = []
         still_open: list[_GivenUp] = []
         for item in self._given_up:

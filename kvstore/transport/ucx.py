@@ -13,6 +13,7 @@ Life cycle of a link: connect -> warming -> ready -> closing -> gone. Blocks mov
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ import numpy as np
 from kvstore.digest import block_digest
 from kvstore.errors import DeadlineExceeded, PeerLost
 from kvstore.transport.base import BlockReceive, BlockSend, Results, Transport
-from kvstore.transport.pieces import PIECE_BYTES, BrokenPieces, DigestHelper, LandingPieces, Pieces, cut
+from kvstore.transport.pieces import PIECE_BYTES, BrokenPieces, LandingPieces, Pieces, cut
 from kvstore.transport.transfers import Batch, Direction, PromisedFuture, RequestEnd, TransferBook, bytes_of, fail
 from kvstore.transport.ucx_device import UcxDevice
 from kvstore.transport.ucx_probe import LinkProbe
@@ -41,6 +42,8 @@ SPIN_S = 200e-6
 """How long the thread keeps looking after something moved, while a peer's next piece is probably on its way. Longer
 than an idle core takes to wake on a virtual machine: a shorter look would end just before the answer of a peer that
 slept, and both sides would go on waking each other for every message."""
+STILL_STEPS_MAX = 4
+"""Looks without a movement before the thread lets others run between two looks."""
 WAIT_S_MAX = 0.05
 """Bound of a sleep while something is in flight, should a wake-up ever be missed."""
 IDLE_WAIT_S = 1.0
@@ -131,9 +134,9 @@ class UcxTransport(Transport):
         self._held: dict[str, list[_Link]] = {}
         """Links that UCX did not let go of cleanly, with the memory of their warm-up, by peer."""
         self._device: UcxDevice
-        self._helper: DigestHelper
         self._book: TransferBook
         self._busy_until = self._nap_until = 0.0
+        self._num_still = 0
         opened: Future[bytes] = Future()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="kopir-ucx", daemon=True)
         self._thread.start()
@@ -213,7 +216,6 @@ class UcxTransport(Transport):
         try:
             # Made on this thread, because UCX gives its worker to one thread only.
             self._device = self._make_device()
-            self._helper = DigestHelper(self._wake)
             self._book = TransferBook(self.name, self._ended, digest=_digest)
             self._book.on_settled = self._notify_settled
             self._book.on_broken = self._on_broken
@@ -243,6 +245,13 @@ class UcxTransport(Transport):
             self._busy_until = now if is_passive else now + SPIN_S
         if now >= self._busy_until:
             self._rest(now)
+        elif moved:
+            self._num_still = 0
+        else:
+            self._num_still += 1
+            if self._num_still > STILL_STEPS_MAX:
+                # The peer may wait for this very core.
+                os.sched_yield()
 
     def _rest(self, now: float) -> None:
         """Gives the core away until something may have happened."""
@@ -261,10 +270,6 @@ class UcxTransport(Transport):
         if not self._commands:
             (self._device.nap if is_nap else self._device.sleep)(timeout_s)
         self._is_asleep = False
-
-    def _wake(self) -> None:
-        """Makes the thread look again. Any thread."""
-        self._enqueue(lambda: None, None)
 
     def _run_commands(self) -> bool:
         """Carries out the commands that wait. One that fails is logged and ends with its fault."""
@@ -302,7 +307,6 @@ class UcxTransport(Transport):
             fail(closing.future, PeerLost(f"the transport ended before the link to {closing.peer} was closed"))
         for link in self._links.values():
             self._fail_waiters(link, PeerLost("the transport ended"))
-        self._helper.close()
         self._device.close()
 
     # --- the transport's thread: transfers --------------------------------------------------------------------
@@ -339,7 +343,7 @@ class UcxTransport(Transport):
             # What was posted can still move; the link is broken and ends it.
             return BrokenPieces(requests)
         if direction is Direction.RECEIVE and is_verified:
-            return LandingPieces(requests, buffer, self._helper)
+            return LandingPieces(requests, buffer)
         return Pieces(requests)
 
     def _ended(self, request: Any) -> RequestEnd:

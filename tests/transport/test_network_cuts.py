@@ -12,7 +12,7 @@ import pytest
 from pairs import UcxPair
 from sides import RemoteSide, Side
 
-from bench.network import Place, cable, call_inside
+from bench.network import Place, cable, call_inside, wait_until_up
 from kvstore.errors import EnvironmentProblem
 from kvstore.transport.ucx import UcxTransport
 
@@ -94,6 +94,8 @@ def test_a_cut_ends_every_wait_and_the_link_can_be_made_anew(ends: tuple[Place, 
         assert pair.near.probe(pair.far_name, 0.2) in ("DeadlineExceeded", "PeerLost")
         assert time.monotonic() - started < 2.0
         subprocess.run(["ip", *cut.together(ends)], check=True, timeout=10)
+        for end in ends:
+            wait_until_up(end)
         pair.near.peer_lost(pair.far_name, False)
         pair.far.peer_lost(pair.near_name, False)
         fenced = set(pair.near.outstanding(pair.far_name))

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from kvstore.digest import block_digest
-from kvstore.transport.pieces import PIECE_BYTES, DigestHelper, LandingPieces, Pieces, cut
+from kvstore.transport.pieces import PIECE_BYTES, LandingPieces, Pieces, cut
 
 
 @dataclass
 class FakeRequest:
     completed: bool = False
-
-
-class BusyHelper(DigestHelper):
-    """A helper that never takes anything."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: None)
-
-    def offer(self, block: LandingPieces) -> bool:
-        return False
 
 
 def make_block(size: int) -> np.ndarray:
@@ -51,53 +40,37 @@ def test_pieces_are_over_when_the_last_one_is() -> None:
     assert pieces.completed
 
 
-def test_without_a_helper_each_look_folds_one_landed_piece() -> None:
-    """The mover never hashes more than a piece at a time, and the digest is the block's."""
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]])
+def test_the_digest_is_the_blocks_in_whatever_order_pieces_complete(order: list[int]) -> None:
+    """Looked at after every completion; over exactly when the last piece is."""
     block = make_block(3 * PIECE_BYTES + 5)
-    requests = [FakeRequest(completed=True) for _ in cut(block)]
-    helper = BusyHelper()
-    landing = LandingPieces(list(requests), block, helper)
-    looks = [landing.completed for _ in range(4)]
-    assert looks == [False, False, False, True]
-    assert landing.digest() == block_digest(block)
-    helper.close()
-
-
-def test_the_helper_folds_while_others_land_and_says_when_it_is_done() -> None:
-    """Pieces land one after the other under a running helper; the result is the block's digest."""
-    block = make_block(6 * PIECE_BYTES)
     requests = [FakeRequest() for _ in cut(block)]
-    done = threading.Event()
-    helper = DigestHelper(done.set)
-    landing = LandingPieces(list(requests), block, helper)
-    assert not landing.completed
-    for request in requests:
-        request.completed = True
-        while not landing.completed and landing._num_folded < landing._num_completed:
-            done.wait(5)
-            done.clear()
-    assert landing.completed
+    landing = LandingPieces(list(requests), block)
+    for count, index in enumerate(order, start=1):
+        requests[index].completed = True
+        assert landing.completed == (count == len(order))
     assert landing.digest() == block_digest(block)
-    helper.close()
+
+
+def test_a_piece_is_folded_when_it_lands_and_not_later() -> None:
+    """What happens to the memory of a folded piece afterwards does not change the digest: it was read while hot."""
+    block = make_block(2 * PIECE_BYTES)
+    expected = block_digest(block)
+    requests = [FakeRequest(completed=True), FakeRequest()]
+    landing = LandingPieces(list(requests), block)
+    assert not landing.completed
+    block[:PIECE_BYTES] = 0
+    requests[1].completed = True
+    assert landing.completed and landing.digest() == expected
 
 
 def test_a_changed_byte_anywhere_changes_the_digest() -> None:
     block = make_block(2 * PIECE_BYTES)
-    helper = BusyHelper()
     expected = block_digest(block)
     for position in (0, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES - 1):
         damaged = block.copy()
         damaged[position] ^= 1
-        landing = LandingPieces([FakeRequest(completed=True) for _ in cut(damaged)], damaged, helper)
+        landing = LandingPieces([FakeRequest(completed=True) for _ in cut(damaged)], damaged)
         while not landing.completed:
             pass
         assert landing.digest() != expected
-    helper.close()
-
-
-def test_a_closed_helper_takes_nothing() -> None:
-    helper = DigestHelper(lambda: None)
-    helper.close()
-    helper.close()
-    block = make_block(PIECE_BYTES + 1)
-    assert not helper.offer(LandingPieces([FakeRequest(), FakeRequest()], block, helper))
