@@ -3,7 +3,8 @@
 Starts a cluster of its own (or measures one that runs) and loads the same engine into this process, so that each
 prompt is timed twice in one run, in turn: over HTTP, and by calling the engine directly. Nothing is cached: every
 prompt is new. ``added`` is the difference of both; it carries the noise of two computations, each many times larger
-than itself. ``outside`` is what one request spent outside of compute and hand-off: proxy, ingress, queue, look-up, relay. The split of a request comes from its own journal, measured by the workers that did the work.
+than itself. ``outside`` is what one request spent outside of compute and hand-off: proxy, ingress, queue, look-up and
+relay. The split of a request comes from its own journal, measured by the workers that did the work.
 """
 
 from __future__ import annotations
