@@ -125,6 +125,8 @@ def _measure(linked: Pair, program: PeerProgram, aim: Aim, *, repeats: int) -> R
     ours: list[float] = []
     program.measure(aim.block_bytes, aim.num_blocks)
     for _ in range(repeats):
+        # Once unmeasured: the program has just been stopped, and should not pay for that.
+        program.measure(aim.block_bytes, aim.num_blocks)
         theirs.append(program.measure(aim.block_bytes, aim.num_blocks)["get_s"])
         with program.stopped():
             sample = linked.move(aim.block_bytes, aim.num_blocks, verify=not aim.is_plain)

@@ -111,7 +111,7 @@ class UcxPair(Pair):
         self.far = self.make_far()
         self.far_address = self.far.address()
 
-    def make_near(self) -> Side:
+    def make_near(self) -> Side | RemoteSide:
         return Side(UcxTransport)
 
     def make_far(self) -> RemoteSide:

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 from pairs import UcxPair
-from sides import RemoteSide, Side
+from sides import RemoteSide
 
 from bench.network import Place, cable, call_inside, wait_until_up
 from kvstore.errors import EnvironmentProblem
@@ -26,14 +26,21 @@ def open_at(place: Place) -> UcxTransport:
 
 
 class CablePair(UcxPair):
-    """A pair whose sides live at the ends of a cable."""
+    """A pair whose sides live at the ends of a cable.
+
+    Both in processes of their own: UCX reads the routes once in the life of a process.
+    """
 
     def __init__(self, ends: tuple[Place, Place]) -> None:
         self._ends = ends
         super().__init__(same_host=False)
 
-    def make_near(self) -> Side:
-        return Side(partial(open_at, self._ends[0]))
+    def make_near(self) -> RemoteSide:
+        return RemoteSide(partial(open_at, self._ends[0]))
+
+    def end(self) -> None:
+        self.near.end()
+        self.far.end()
 
     def make_far(self) -> RemoteSide:
         return RemoteSide(partial(open_at, self._ends[1]))
