@@ -159,7 +159,9 @@ class RelayBackend(Backend):
     async def cancel(self, request_id: str, *, tenant: str) -> dict[str, Any] | None:
         running = self._running.get(request_id)
         if running is not None and running.tenant == tenant:
-            await running.cancel("cancelled")
+            if not running.machine.is_ended:
+                await running.cancel("cancelled")
+                running.tell_cancelled()
             # Bounded by the lease: each side is fenced by its acknowledgement or by the end of its lease.
             while request_id in self._running:
                 await asyncio.sleep(0.005)

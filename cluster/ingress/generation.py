@@ -139,6 +139,14 @@ class RunningRequest(Generation):
     async def cancel(self, reason: CancelReason) -> None:
         self.step(ev.ClientGone(now_ns=self._clock_ns(), reason=reason))
 
+    def tell_cancelled(self) -> None:
+        """Ends the answer of a client that still reads: the request was cancelled by its id."""
+        why = "the request was cancelled"
+        if self.machine.first_delta_sent:
+            self._put(Interrupted("cancelled", self.attempt_id, why))
+        else:
+            self._put(UpstreamFailed(why, code="request_cancelled", status=409))
+
     # --- for the backend ------------------------------------------------------------------------------------
 
     def step(self, event: ev.AnyEvent, delta: StreamDelta | None = None) -> None:

@@ -146,6 +146,28 @@ async def test_a_client_that_leaves_frees_everything(make_cluster: MakeCluster, 
     assert sums["accounted_generated_tokens"] == sums["accounted_delivered_tokens"] + discarded
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_cancel_by_id_ends_the_answer_of_its_client(make_cluster: MakeCluster, has_begun: bool) -> None:
+    """Somebody else cancels: the client that still reads gets an end, and nothing is left held."""
+    cluster = make_cluster(**{"limits.max_stream_backlog_tokens": 4})
+    await cluster.start("prefill", "decode")
+    generation = await cluster.submit(make_spec(40, 200))
+    if has_begun:
+        await generation.next()
+        generation.mark_first_delta()
+    record = await cluster.backend.cancel("req-1", tenant="t")
+    assert record is not None and record["phase"] == "cancelled"
+    if has_begun:
+        while isinstance(event := await generation.next(), TokenBatch):
+            pass
+        assert event.reason == "cancelled"
+    else:
+        with pytest.raises(UpstreamFailed, match="was cancelled"):
+            while True:
+                assert isinstance(await generation.next(), TokenBatch)
+    await cluster.at_rest()
+
+
 async def test_a_stop_string_cancels_upstream(make_cluster: MakeCluster) -> None:
     """The rest is not wanted: decode stops, the request is finished and not cancelled."""
     cluster = make_cluster()

@@ -28,7 +28,10 @@ from msgspec import Struct
 
 from kvstore.core.messages import GenerationSpec, TokenLogprobs
 
-InterruptReason = Literal["worker_exited", "network_cut", "lease_expired", "engine_fault", "deadline", "shutdown"]
+InterruptReason = Literal[
+    "worker_exited", "network_cut", "lease_expired", "engine_fault", "deadline", "shutdown", "cancelled"
+]
+"""The reasons of the contract, and ``cancelled``: the request was stopped by its id while its client still read."""
 FinishReason = Literal["stop", "length"]
 CancelReason = Literal["client_gone", "cancelled", "gateway_fault"]
 
