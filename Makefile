@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 SEEDS ?= 0:200
 PACKAGES := kernels kvstore workers cluster bench
 
-.PHONY: help setup model serve test check format sim bench docs clean distclean
+.PHONY: help setup model serve test check format sim bench bench-peers soak docs clean distclean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -46,6 +46,12 @@ sim: setup ## simulated failures: make sim SEEDS=0:1000
 bench: model ## measure block transfer and serving on this machine
 	@$(BIN)/kopir bench transfer $(ARGS)
 	@$(BIN)/kopir bench serve $(ARGS)
+
+bench-peers: setup ## environments of the peers that `kopir bench transfer --peers` measures (about 1 GB)
+	@$(BIN)/python -m bench.peers.environments
+
+soak: setup ## long repetitions of the transport faults; CI runs a slice of them
+	$(BIN)/python -m pytest tests/transport/test_ucx_soak.py --repeats 200 $(PYTEST_ARGS)
 
 docs: setup ## write docs/configuration.md from the schema
 	@$(BIN)/kopir config reference --write docs/configuration.md
