@@ -199,8 +199,12 @@ class LedgerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     url: Annotated[
         Annotated[str, Meta(pattern=r"^(sqlite|postgresql)(\+\w+)?://")],
-        doc("SQLAlchemy URL: SQLite, or PostgreSQL when ingresses span machines."),
+        doc(
+            "SQLAlchemy URL: SQLite, or PostgreSQL when ingresses span machines. A relative file lies in the "
+            "folder where `kopir serve` was started."
+        ),
     ] = "sqlite:///kopir.db"
+    retention_s: Annotated[Seconds, doc("Seconds that the record of an ended request is kept.")] = 86_400.0
 
 
 class AuthConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

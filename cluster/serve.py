@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 import httpx
+import msgspec
 
 from cluster import machine, ray_environment, runfile
 from cluster import plan as planning
@@ -44,6 +45,7 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
     Returns: 0 after SIGINT or SIGTERM. Raises: BadInput, EnvironmentProblem; nothing is left running then.
     """
     planning.check_supported(config)
+    config = _with_ledger(config)
     model_path = hub.resolve(config.model)
     model = read_config(model_path)
     plan = planning.make_plan(config, model_path=model_path, model=model, cores=machine.usable_cores())
@@ -81,6 +83,18 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
         local.stop_ray(local=config.cluster.address == "local")
         # A store node that was killed could not unlink its slab itself.
         remove_dead_slabs()
+
+
+def _with_ledger(config: Config) -> Config:
+    """Returns the configuration with a ledger that every process finds, after it was opened once.
+
+    Raises: BadInput, EnvironmentProblem, LedgerUnavailable.
+    """
+    from cluster.ledger.database import absolute_url, open_database
+
+    url = absolute_url(config.ledger.url, Path.cwd())
+    open_database(url).close()
+    return msgspec.structs.replace(config, ledger=msgspec.structs.replace(config.ledger, url=url))
 
 
 def cluster_secret(config: Config) -> bytes:

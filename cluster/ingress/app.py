@@ -95,7 +95,8 @@ class IngressApp:
         return app
 
     async def start(self) -> tuple[str, int]:
-        """Listens for workers; returns (host, port)."""
+        """Joins the ledger, then listens for workers; returns (host, port)."""
+        await self._backend.join_ledger(RELAY_HOST)
         return await self._backend.start(RELAY_HOST)
 
     async def close(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -25,6 +24,7 @@ from cluster.ingress.api.backend import Backend, Generation, ReadyState
 from cluster.ingress.api.errors import InvalidRequest, Overloaded
 from cluster.ingress.fleet import Fleet
 from cluster.ingress.generation import RunningRequest
+from cluster.ingress.record_book import RecordBook
 from cluster.ingress.relay import RelayServer, WorkerLink
 from cluster.ingress.relay_metrics import RelayMetrics
 from cluster.view import ClusterView
@@ -47,8 +47,9 @@ from kvstore.net.handshake import PeerInfo
 
 logger = logging.getLogger(__name__)
 
-RECORDS_MAX = 2048
 CLOSE_DEADLINE_S = 2.0
+PROGRESS_S = 0.25
+"""How often the ledger is told how far running requests are."""
 
 
 class RelayBackend(Backend):
@@ -82,15 +83,32 @@ class RelayBackend(Backend):
         self._fleet = Fleet(me.host_identity, on_gone=self._on_worker_gone)
         self._running: dict[str, RunningRequest] = {}
         self._by_attempt: dict[str, RunningRequest] = {}
-        self._ended: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
-        self._prober: asyncio.Task[None] | None = None
+        self._book = RecordBook(me.incarnation, lease_ms=config.attempts.lease_ms)
+        self._me = me
+        self._secret = secret
+        self._tasks: list[asyncio.Task[None]] = []
 
     # --- life cycle -------------------------------------------------------------------------------------------
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listens for workers; returns (host, port)."""
-        self._prober = asyncio.create_task(self._fleet.probe_for_ever())
+        self._tasks = [asyncio.create_task(self._fleet.probe_for_ever()), asyncio.create_task(self._tell_progress())]
         return await self._relay.start(host)
+
+    async def join_ledger(self, host: str) -> None:
+        """Joins the ledger of ``config.ledger``; ``host`` is where siblings ask.
+
+        Raises: BadInput, EnvironmentProblem, LedgerUnavailable.
+        """
+        await self._book.open(
+            self._config.ledger.url,
+            me=self._me,
+            secret=self._secret,
+            host=host,
+            answer=self._answer_sibling,
+            retention_s=self._config.ledger.retention_s,
+            clock_ns=self._clock_ns,
+        )
 
     async def close(self) -> None:
         """Interrupts what runs, waits a moment for its end to be told, then closes the links."""
@@ -100,10 +118,11 @@ class RelayBackend(Backend):
             async with asyncio.timeout(CLOSE_DEADLINE_S):
                 while self._running:
                     await asyncio.sleep(0.01)
-        if self._prober is not None:
-            self._prober.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._relay.close()
         self._fleet.close()
+        await self._book.close()
 
     def set_view(self, view: ClusterView) -> None:
         """Takes a newer membership; lives that it calls gone are gone."""
@@ -153,19 +172,42 @@ class RelayBackend(Backend):
         running = self._running.get(request_id)
         if running is not None:
             return running.record() if running.tenant == tenant else None
-        owner, record = self._ended.get(request_id, ("", None))
-        return record if owner == tenant else None
+        return await self._book.find(request_id, tenant)
 
     async def cancel(self, request_id: str, *, tenant: str) -> dict[str, Any] | None:
+        if request_id not in self._running:
+            return await self._book.find(request_id, tenant, cancel=True)
+        return await self._cancel_here(request_id, tenant)
+
+    async def _cancel_here(self, request_id: str, tenant: str) -> dict[str, Any] | None:
         running = self._running.get(request_id)
-        if running is not None and running.tenant == tenant:
-            if not running.machine.is_ended:
-                await running.cancel("cancelled")
-                running.tell_cancelled()
-            # Bounded by the lease: each side is fenced by its acknowledgement or by the end of its lease.
-            while request_id in self._running:
-                await asyncio.sleep(0.005)
-        return await self.request_record(request_id, tenant=tenant)
+        if running is None or running.tenant != tenant:
+            return self._book.ended_here(request_id, tenant)
+        if not running.machine.is_ended:
+            await running.cancel("cancelled")
+            running.tell_cancelled()
+        # Bounded by the lease: each side is fenced by its acknowledgement or by the end of its lease.
+        while request_id in self._running:
+            await asyncio.sleep(0.005)
+        return self._book.ended_here(request_id, tenant)
+
+    async def _answer_sibling(self, request_id: str, tenant: str, cancel: bool) -> dict[str, Any] | None:
+        """Answers another ingress about a request of this one; never asks further."""
+        if cancel:
+            return await self._cancel_here(request_id, tenant)
+        running = self._running.get(request_id)
+        if running is not None:
+            return running.record() if running.tenant == tenant else None
+        return self._book.ended_here(request_id, tenant)
+
+    async def _tell_progress(self) -> None:
+        """Writes behind how far running requests are, so that an ingress that dies leaves a lower bound."""
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            for request in tuple(self._running.values()):
+                machine = request.machine
+                told = (request.request_id, machine.phase.value, machine.first_delta_sent, machine.num_delivered)
+                self._book.running(request.tenant, request.record, told)
 
     # --- for the status endpoint --------------------------------------------------------------------------------
 
@@ -412,9 +454,7 @@ class RelayBackend(Backend):
         if self._running.pop(generation.request_id, None) is None:
             return
         record = generation.record()
-        self._ended[generation.request_id] = (generation.tenant, record)
-        while len(self._ended) > RECORDS_MAX:
-            self._ended.popitem(last=False)
+        self._book.ended(generation.request_id, generation.tenant, record)
         if generation.machine.phase is not Phase.FINISHED:
             logger.info("request_ended request_id=%s phase=%s", generation.request_id, record["phase"])
 

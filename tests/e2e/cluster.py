@@ -77,7 +77,8 @@ class Place:
     def write_config(self, config: Mapping[str, Any]) -> Path:
         """Writes a configuration file and returns its path."""
         path = self.folder / "kopir.yaml"
-        path.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
+        ledger = {"ledger": {"url": f"sqlite:///{self.folder / 'kopir.db'}"}}
+        path.write_text(yaml.safe_dump(ledger | dict(config)), encoding="utf-8")
         return path
 
     def processes(self) -> dict[int, str]:
