@@ -201,7 +201,11 @@ class EngineLoop:
         )
         try:
             logits = self._engine.forward([chunk])
-            token = sample(logits[0], job.spec.sampling, stop, ()) if is_last else None
+            token = (
+                sample(logits[0], job.spec.sampling, stop, (), prompt_token_ids=job.spec.prompt_token_ids)
+                if is_last
+                else None
+            )
         except Exception as error:
             logger.exception("prefill_failed attempt_id=%s epoch=%d", *job.key)
             self._state.prefills.popleft()
@@ -238,7 +242,13 @@ class EngineLoop:
         self._on_tokens(tokens)
 
     def _append(self, sequence: DecodeSequence, logits: Tensor) -> NewToken:
-        token_id, logprobs = sample(logits, sequence.spec.sampling, sequence.position + 1, sequence.output_token_ids)
+        token_id, logprobs = sample(
+            logits,
+            sequence.spec.sampling,
+            sequence.position + 1,
+            sequence.output_token_ids,
+            prompt_token_ids=sequence.spec.prompt_token_ids,
+        )
         sequence.output_token_ids.append(token_id)
         num_generated = len(sequence.output_token_ids)
         end = end_reason(sequence.spec, token_id, num_generated)

@@ -4,7 +4,8 @@ Owns the sampling rules and the random numbers. The number for a position is Phi
 whole state is the pair (seed, position): any worker continues a stream exactly, in any batch. Nothing is kept between
 calls. It works on one row at a time, in a fixed order, so that company cannot change a choice.
 
-Order of the rules: penalties and bias, then greedy (temperature 0) or temperature, top_k, top_p, min_p and the draw.
+Order of the rules: repetition penalty, presence and frequency penalties, bias, the grammar's mask, then greedy
+(temperature 0) or temperature, top_k, top_p, min_p and the draw.
 Log-probabilities are those of the model itself, before any of these rules.
 """
 
@@ -22,6 +23,7 @@ from kvstore.errors import FatalError
 
 Row = npt.NDArray[np.float32]
 Weights = npt.NDArray[np.float64]
+Allowed = npt.NDArray[np.bool_]
 
 _M0: Final = 0xD2511F53
 _M1: Final = 0xCD9E8D57
@@ -53,19 +55,31 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(
-    logits: Tensor, params: SamplingParams, position: int, output_token_ids: Sequence[int]
+    logits: Tensor,
+    params: SamplingParams,
+    position: int,
+    output_token_ids: Sequence[int],
+    *,
+    prompt_token_ids: Sequence[int] = (),
+    allowed: Allowed | None = None,
 ) -> tuple[int, TokenLogprobs | None]:
     """Chooses the token for ``position``.
 
     ``logits``: float32 (vocab_size,), of the model, unchanged by this call. ``position``: the new token's own index in
-    the sequence, prompt included. ``output_token_ids``: the tokens generated so far, for the penalties.
+    the sequence, prompt included. ``output_token_ids``: the tokens generated so far, for the penalties;
+    ``prompt_token_ids`` counts for the repetition penalty only. ``allowed``: bool (vocab_size,), what a grammar lets
+    through; None lets everything through.
     Returns the token id and, when asked for, its log-probabilities. Raises FatalError when no logit is finite or one
-    is not a number.
+    is not a number, or when ``allowed`` leaves nothing to choose.
     """
     row: Row = logits.numpy()
     if not np.isfinite(row.max()):
         raise FatalError(f"the model's logits for position {position} are not finite")
-    adjusted = _adjusted(row, params, output_token_ids)
+    adjusted = _adjusted(row, params, output_token_ids, prompt_token_ids)
+    if allowed is not None:
+        adjusted = np.where(allowed, adjusted, np.float32(-np.inf))
+        if not np.isfinite(adjusted.max()):
+            raise FatalError(f"the grammar leaves no token for position {position}")
     if params.temperature == 0.0:
         token_id = int(adjusted.argmax())  # The lowest id of equals.
     else:
@@ -85,11 +99,18 @@ def token_logprobs(row: Row, token_id: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(logprob=float(wide[token_id] - log_total), top=top)
 
 
-def _adjusted(row: Row, params: SamplingParams, output_token_ids: Sequence[int]) -> Row:
+def _adjusted(
+    row: Row, params: SamplingParams, output_token_ids: Sequence[int], prompt_token_ids: Sequence[int]
+) -> Row:
     has_penalty = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    if not params.logit_bias and not (has_penalty and output_token_ids):
+    repeats = params.repetition_penalty != 1.0
+    if not params.logit_bias and not repeats and not (has_penalty and output_token_ids):
         return row
     changed = row.copy()
+    if repeats:
+        seen = np.unique(np.asarray((*prompt_token_ids, *output_token_ids), dtype=np.int64))
+        factor = np.float32(params.repetition_penalty)
+        changed[seen] = np.where(changed[seen] > 0, changed[seen] / factor, changed[seen] * factor)
     if has_penalty and output_token_ids:
         ids, counts = np.unique(np.asarray(output_token_ids, dtype=np.int64), return_counts=True)
         penalty = params.presence_penalty + params.frequency_penalty * counts

@@ -53,6 +53,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    """Above 1 makes tokens of prompt and answer less likely: a positive logit is divided by it, others multiplied."""
     logit_bias: dict[int, float] = {}
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     num_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -209,7 +209,7 @@ class MiniCluster:
         logits = [step.logits for step in self.engine.prefill(spec.prompt_token_ids, table)][-1]
         position = len(spec.prompt_token_ids)
         while True:
-            tokens.append(sample(logits, spec.sampling, position, tokens)[0])
+            tokens.append(sample(logits, spec.sampling, position, tokens, prompt_token_ids=spec.prompt_token_ids)[0])
             if tokens[-1] in spec.stop_token_ids or len(tokens) >= spec.max_tokens:
                 return tokens
             logits = self.engine.decode_step([(tokens[-1], position, table)])[0]

@@ -1,8 +1,10 @@
-"""One generation request from submit to its single ending.
+"""One request from submit to its single ending.
 
-Owns the request's generation, its text and its counts, and the watch over the client's connection: an answer runs as
-a task beside that watch, so that a client who leaves stops the work at once, whether tokens flow or not. What is
-written, and when, is up to the two subclasses (``StreamedAnswer``, ``WholeAnswer``).
+Owns the choices of the request and the watch over the client's connection: an answer runs as a task beside that watch,
+so that a client who leaves stops the work at once, whether tokens flow or not. What is written, and when, is up to the
+two subclasses (``StreamedAnswer``, ``WholeAnswer``).
+
+The first choice starts alone; the others follow with its first token, because their prompt is in the cache by then.
 
 Exactly one ending: finished, an error status, one error event, or silence to a client who is gone.
 """
@@ -12,25 +14,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from cluster.ingress.api.backend import (
-    CancelReason,
-    FinishReason,
-    Generation,
-    Interrupted,
-    Restarted,
-    TokenBatch,
-)
+from cluster.ingress.api.backend import CancelReason, Ended, Interrupted, Restarted, TokenBatch
+from cluster.ingress.api.choice import Choice, Merge
 from cluster.ingress.api.errors import ApiError, UpstreamFailed, as_api_error
 from cluster.ingress.api.plan import AnswerPlan
 from cluster.ingress.api.services import Services
-from cluster.ingress.api.shapes import AnswerShape, ScoredToken
-from cluster.ingress.api.text import AnswerText
-from cluster.ingress.api.wire import PromptTokensDetails, Usage
-from kvstore.errors import KopirError, ProtocolError
+from cluster.ingress.api.shapes import AnswerShape
+from cluster.ingress.api.wire import Piece, PromptTokensDetails, Usage
+from kvstore.errors import KopirError
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +48,9 @@ class Answer(ABC):
         self._label = label
         self._tenant = tenant
         self._arrived_s = arrived_s
-        self._generation: Generation | None = None
-        self._text = self._fresh_text()
-        self._scored: deque[ScoredToken] = deque()
-        self._num_scored = 0
-        """Tokens whose logprobs were given out."""
+        self._choices = [Choice(index, plan, services.tokenizer.table) for index in range(plan.num_choices)]
         self._started = False
         """The first byte went out, or is about to."""
-        self._ended = False
-        """The generation needs no cancel any more."""
         backend = services.backend
         self._shape = AnswerShape.of(plan)(
             plan,
@@ -89,9 +77,9 @@ class Answer(ABC):
         finally:
             metrics.running.dec()
             metrics.requests.labels(self._plan.kind, outcome).inc()
-            metrics.generated_tokens.inc(self._text.num_tokens)
+            metrics.generated_tokens.inc(self._num_tokens)
             if self._started:
-                metrics.delivered_tokens.inc(self._text.num_delivered)
+                metrics.delivered_tokens.inc(self._num_delivered)
 
     async def _run_watched(self, receive: Receive, send: Send) -> str:
         """Returns the outcome, as named in ``metrics.OUTCOMES``."""
@@ -104,7 +92,7 @@ class Answer(ABC):
         finally:
             # Also reached when this handler itself is cancelled, which is how Serve tells of a client that left.
             watch.cancel()
-            if not work.done() or not self._ended:
+            if not work.done() or any(not choice.is_over for choice in self._running):
                 await self._clean_up(work)
         return "client_gone"
 
@@ -120,30 +108,21 @@ class Answer(ABC):
         await asyncio.shield(task)
 
     async def _cancel(self, reason: CancelReason) -> None:
-        if self._generation is None or self._ended:
-            return
-        self._ended = True
-        logger.info("answer_cancelled request_id=%s reason=%s", self._request_id, reason)
-        await self._generation.cancel(reason)
+        for choice in self._running:
+            if not choice.is_over:
+                choice.is_over = True
+                logger.info(
+                    "answer_cancelled request_id=%s choice=%d reason=%s", self._request_id, choice.index, reason
+                )
+                await choice.started.cancel(reason)
 
     async def _answer(self, send: Send) -> str:
         """Runs the request; every error after the first byte becomes the one error event."""
         try:
-            generation = await self._services.backend.submit(
-                self._plan.spec,
-                request_id=self._request_id,
-                stream=self._plan.stream,
-                label=self._label,
-                tenant=self._tenant,
-            )
-            self._generation = generation
-            return await self._consume(generation, send)
+            return await self._consume(send)
         except OSError:
             return "client_gone"  # the server's way to say that a write went nowhere
         except Exception as error:
-            if isinstance(error, ApiError) and not self._started:
-                self._ended = True  # the backend ended it by itself
-                raise
             if not isinstance(error, KopirError) or self._started:
                 logger.exception("answer_failed request_id=%s", self._request_id)
             await self._cancel("gateway_fault")
@@ -152,92 +131,119 @@ class Answer(ABC):
             await self._interrupt(send, Interrupted("engine_fault", self._attempt_id, "the gateway had an error"))
             return "interrupted"
 
-    async def _consume(self, generation: Generation, send: Send) -> str:
-        """Takes events until the end; returns the outcome."""
-        while True:
-            event = await generation.next()
-            if isinstance(event, TokenBatch):
-                text = self._take(event)
-                if self._text.stopped:
-                    await generation.finish_stop()
-                    await self._finish(send, text, "stop")
-                    self._ended = True
-                    return "finished"
-                await self._piece(send, text)
-            elif isinstance(event, Restarted):
-                self._restart()
-            elif isinstance(event, Interrupted):
-                self._ended = True
-                if not self._started:
-                    raise UpstreamFailed(event.message, code="upstream_failed")
-                await self._interrupt(send, event)
-                return "interrupted"
-            else:
-                await self._finish(send, self._text.finish(), event.finish)
-                self._ended = True
-                return "finished"
+    async def _submit(self, choice: Choice) -> None:
+        choice.generation = await self._services.backend.submit(
+            self._plan.spec_of(choice.index),
+            request_id=request_id_of_choice(self._request_id, choice.index),
+            stream=self._plan.stream,
+            label=self._label,
+            tenant=self._tenant,
+        )
+
+    async def _consume(self, send: Send) -> str:
+        """Takes events of all choices until the last has ended; returns the outcome."""
+        events = Merge()
+        await self._submit(self._choices[0])
+        events.add(self._choices[0])
+        try:
+            while any(choice.finish is None for choice in self._choices):
+                choice, event = await events.next()
+                if isinstance(event, TokenBatch | Ended):
+                    for other in self._choices:
+                        if other.generation is None:
+                            await self._submit(other)
+                            events.add(other)
+                if isinstance(event, Interrupted):
+                    choice.is_over = True
+                    await self._cancel("gateway_fault")
+                    if not self._started:
+                        raise UpstreamFailed(event.message, code="upstream_failed")
+                    await self._interrupt(send, event)
+                    return "interrupted"
+                if isinstance(event, Restarted):
+                    self._services.metrics.generated_tokens.inc(choice.restart())
+                    self._restarted(choice)
+                elif await self._advance(send, choice, event):
+                    events.remove(choice)
+        finally:
+            await events.close()
+        return "finished"
+
+    async def _advance(self, send: Send, choice: Choice, event: TokenBatch | Ended) -> bool:
+        """Shows what a choice has now; returns True when that was its last."""
+        if isinstance(event, Ended):
+            piece, choice.finish = choice.end(), event.finish
+        else:
+            piece = choice.take(event)
+            if not choice.is_stopped:
+                await self._piece(send, choice, piece)
+                return False
+            await choice.started.finish_stop()
+            choice.finish = "stop"
+        await self._finish(send, choice, piece)
+        choice.is_over = True
+        return True
 
     @abstractmethod
-    async def _piece(self, send: Send, text: str) -> None:
-        """New text (possibly none) that may be shown."""
+    async def _piece(self, send: Send, choice: Choice, piece: Piece) -> None:
+        """New output (possibly none) that may be shown."""
 
     @abstractmethod
-    async def _finish(self, send: Send, text: str, reason: FinishReason) -> None:
-        """The last text (possibly none) and the end."""
+    async def _finish(self, send: Send, choice: Choice, piece: Piece) -> None:
+        """The last output (possibly none) of a choice, whose ``finish`` is set."""
 
     @abstractmethod
     async def _interrupt(self, send: Send, event: Interrupted) -> None:
         """The answer broke after its first byte."""
 
-    def _take(self, batch: TokenBatch) -> str:
-        num_before = self._text.num_tokens
-        if batch.first_index != num_before:
-            raise ProtocolError(f"tokens continue at {batch.first_index}, expected {num_before}")
-        visible_before = self._text.num_visible_tokens
-        text = self._text.push(batch.token_ids)
-        if batch.logprobs is not None and self._plan.num_logprobs is not None:
-            num_visible = self._text.num_visible_tokens - visible_before
-            self._scored.extend(zip(batch.token_ids[:num_visible], batch.logprobs[:num_visible], strict=True))
-        return text
+    @abstractmethod
+    def _restarted(self, choice: Choice) -> None:
+        """What was gathered of a choice is void."""
 
-    def _take_scored(self) -> list[ScoredToken]:
-        """Returns the logprobs of tokens whose text is out, once each."""
-        num_due = min(self._text.num_delivered, self._text.num_visible_tokens) - self._num_scored
-        due = [self._scored.popleft() for _ in range(min(num_due, len(self._scored)))]
-        self._num_scored += len(due)
-        return due
-
-    def _fresh_text(self) -> AnswerText:
-        return AnswerText(
-            self._services.tokenizer.table,
-            stop_token_ids=frozenset(self._plan.spec.stop_token_ids),
-            stops=self._plan.stops,
-        )
-
-    def _restart(self) -> None:
+    def _mark_started(self, choice: Choice) -> None:
+        """Crosses the boundary of a choice: to be called right before anything of it is written."""
+        choice.mark_first_delta()
         if self._started:
-            raise ProtocolError("an attempt was repeated after the first delta")
-        self._services.metrics.generated_tokens.inc(self._text.num_tokens)
-        self._text = self._fresh_text()
-        self._scored.clear()
-
-    def _mark_started(self, generation: Generation) -> None:
-        """Crosses the boundary: to be called right before the first write."""
-        generation.mark_first_delta()
+            return
         self._started = True
         metrics = self._services.metrics
         metrics.ttft.observe(self._services.monotonic_s() - self._arrived_s)
         metrics.prompt_tokens.inc(self._plan.num_prompt_tokens)
-        metrics.cached_tokens.inc(generation.cached_tokens)
+        metrics.cached_tokens.inc(choice.started.cached_tokens)
+
+    @property
+    def _running(self) -> list[Choice]:
+        """Choices that were submitted."""
+        return [choice for choice in self._choices if choice.generation is not None]
+
+    @property
+    def _is_complete(self) -> bool:
+        return all(choice.finish is not None for choice in self._choices)
 
     @property
     def _attempt_id(self) -> str:
-        return self._generation.attempt_id if self._generation is not None else ""
+        first = self._choices[0]
+        return first.generation.attempt_id if first.generation is not None else ""
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def _num_delivered(self) -> int:
+        return sum(choice.num_delivered for choice in self._choices)
 
     def _usage(self) -> Usage:
-        num_prompt, num_completion = self._plan.num_prompt_tokens, self._text.num_tokens
-        cached = self._generation.cached_tokens if self._generation is not None else 0
+        """The prompt counts once, whatever the number of choices; so does what the cache had of it."""
+        num_prompt, num_completion = self._plan.num_prompt_tokens, self._num_tokens
+        first = self._choices[0].generation
+        cached = first.cached_tokens if first is not None else 0
         return Usage(num_prompt, num_completion, num_prompt + num_completion, PromptTokensDetails(cached))
+
+
+def request_id_of_choice(request_id: str, index: int) -> str:
+    """Returns the id under which a choice is journalled: the request's own for the first."""
+    return f"{request_id}-{index}" if index else request_id
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -15,12 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cluster.ingress.api.answer import Receive, Send
+from cluster.ingress.api.answer import Receive, Send, request_id_of_choice
 from cluster.ingress.api.backend import DEFAULT_TENANT, Backend
 from cluster.ingress.api.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, as_api_error, echo
 from cluster.ingress.api.identity import RequestIdentity, request_id_of
 from cluster.ingress.api.parse import ClientGone, parse, read_body
-from cluster.ingress.api.schema import ChatRequest, CompletionRequest
+from cluster.ingress.api.schema import MAX_CHOICES, ChatRequest, CompletionRequest
 from cluster.ingress.api.services import ApiLimits, Services
 from cluster.ingress.api.stream import StreamedAnswer
 from cluster.ingress.api.tokenizer import TokenizerBundle
@@ -149,7 +149,13 @@ class InfoEndpoints:
         record = await ask(request_id, tenant=DEFAULT_TENANT)
         if record is None:
             raise NotFound(f"No request {echo(request_id)} is known.", param="request_id", code="request_not_found")
-        return _json(record)
+        others = []
+        for index in range(1, MAX_CHOICES):
+            other = await ask(request_id_of_choice(request_id, index), tenant=DEFAULT_TENANT)
+            if other is None:
+                break
+            others.append(other)
+        return _json(record | {"choices": others} if others else record)
 
 
 def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Any], Coroutine[Any, Any, Response]]]:

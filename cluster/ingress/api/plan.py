@@ -5,9 +5,11 @@ Owns every check that needs the model: vocabulary, context length, chat template
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from cluster.ingress.api.errors import InvalidRequest, NotFound, echo
@@ -40,10 +42,19 @@ class AnswerPlan(Struct, frozen=True, kw_only=True):
     include_usage: bool
     num_logprobs: int | None
     """As in ``SamplingParams``."""
+    num_choices: int = 1
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.spec.prompt_token_ids)
+
+    def spec_of(self, index: int) -> GenerationSpec:
+        """Returns the spec of one choice: the first has the request's seed, each other one a seed made from it."""
+        if index == 0:
+            return self.spec
+        digest = hashlib.blake2b(f"{self.spec.sampling.seed}:{index}".encode(), digest_size=8).digest()
+        sampling = msgspec.structs.replace(self.spec.sampling, seed=int.from_bytes(digest, "big") % SEED_SPACE)
+        return msgspec.structs.replace(self.spec, sampling=sampling)
 
 
 class Planner:
@@ -116,6 +127,7 @@ class Planner:
             stream=bool(request.stream),
             include_usage=options is not None and bool(options.include_usage),
             num_logprobs=num_logprobs,
+            num_choices=request.n or 1,
         )
 
     def _check_model(self, request: GenerationRequest) -> None:
@@ -171,6 +183,7 @@ class Planner:
             min_p=request.min_p or 0.0,
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
             logit_bias=self._logit_bias(request),
             seed=(self._random_seed() if request.seed is None else request.seed) % SEED_SPACE,
             num_logprobs=num_logprobs,

@@ -16,6 +16,8 @@ from cluster.ingress.stop import MAX_STOP_CHARS, MAX_STOP_STRINGS
 MAX_MESSAGES = 16_384
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 16
+MAX_REPETITION_PENALTY = 10.0
 MAX_STOP_TOKEN_IDS = 64
 MAX_LABEL_CHARS = 512
 
@@ -28,7 +30,6 @@ TokenIds = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LOGIT_BIAS_ENTRIES)]
 
 UNSUPPORTED: dict[str, str] = {
-    "n": "only n=1 is supported",
     "best_of": "only best_of=1 is supported",
     "echo": "echo is not supported",
     "suffix": "suffix is not supported",
@@ -118,7 +119,10 @@ class TextFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="text
 
 
 class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Parameters common to both endpoints. ``top_k``, ``min_p``, ``stop_token_ids``, ``ignore_eos`` are extensions."""
+    """Parameters common to both endpoints.
+
+    ``top_k``, ``min_p``, ``repetition_penalty``, ``stop_token_ids`` and ``ignore_eos`` are extensions.
+    """
 
     model: str
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
@@ -134,10 +138,11 @@ class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     max_tokens: PositiveInt | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=MAX_REPETITION_PENALTY)] | None = None
     logit_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None

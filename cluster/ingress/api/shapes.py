@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from cluster.ingress.api.backend import FinishReason
 from cluster.ingress.api.plan import AnswerPlan
 from cluster.ingress.api.wire import (
     AnswerBody,
@@ -23,9 +22,10 @@ from cluster.ingress.api.wire import (
     CompletionChoice,
     CompletionLogprobs,
     Delta,
+    FinishReason,
+    Piece,
     TopLogprob,
     Usage,
-    encode_json,
     event,
 )
 from cluster.ingress.detokenize import TokenTable
@@ -60,20 +60,26 @@ class AnswerShape(ABC):
         return ChatShape if plan.kind == "chat" else CompletionShape
 
     @abstractmethod
-    def opening(self) -> bytes:
+    def opening(self, num_choices: int) -> bytes:
         """Returns the events that come before the first content."""
 
     @abstractmethod
-    def delta(self, text: str, scored: Sequence[ScoredToken]) -> bytes:
-        """Returns the event of one piece of text."""
+    def delta(self, index: int, piece: Piece, scored: Sequence[ScoredToken]) -> bytes:
+        """Returns the event of one piece of choice ``index``."""
 
     @abstractmethod
-    def finish(self, reason: FinishReason) -> bytes:
-        """Returns the finish event."""
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        """Returns the finish event of a choice."""
 
     @abstractmethod
-    def body(self, text: str, scored: Sequence[ScoredToken], reason: FinishReason, usage: Usage) -> bytes:
-        """Returns the whole answer as one JSON document."""
+    def whole(
+        self, index: int, pieces: Sequence[Piece], scored: Sequence[ScoredToken], reason: FinishReason | None
+    ) -> Any:
+        """Returns a choice with all of its output."""
+
+    def body(self, choices: list[Any], usage: Usage) -> AnswerBody:
+        """Returns the whole answer as one document."""
+        return AnswerBody(object=self.body_object, choices=choices, usage=usage, **self._constant)
 
     def usage(self, usage: Usage) -> bytes:
         """Returns the usage event."""
@@ -81,9 +87,6 @@ class AnswerShape(ABC):
 
     def _chunk(self, choice: Any) -> bytes:
         return event(AnswerBody(object=self.chunk_object, choices=[choice], usage=self._chunk_usage, **self._constant))
-
-    def _whole(self, choice: Any, usage: Usage) -> bytes:
-        return encode_json(AnswerBody(object=self.body_object, choices=[choice], usage=usage, **self._constant))
 
     def _name(self, token_id: int) -> str:
         """Returns the token as text; bytes that are no text by themselves are spelled out."""
@@ -101,18 +104,23 @@ class ChatShape(AnswerShape):
     body_object = "chat.completion"
     id_prefix = "chatcmpl-"
 
-    def opening(self) -> bytes:
-        return self._chunk(ChatChunkChoice(0, Delta(role="assistant", content="")))
+    def opening(self, num_choices: int) -> bytes:
+        first = Delta(role="assistant", content="")
+        return b"".join(self._chunk(ChatChunkChoice(index, first)) for index in range(num_choices))
 
-    def delta(self, text: str, scored: Sequence[ScoredToken]) -> bytes:
-        return self._chunk(ChatChunkChoice(0, Delta(content=text), self._logprobs(scored) if scored else None))
+    def delta(self, index: int, piece: Piece, scored: Sequence[ScoredToken]) -> bytes:
+        logprobs = self._logprobs(scored) if scored else None
+        return self._chunk(ChatChunkChoice(index, Delta(content=piece.text), logprobs))
 
-    def finish(self, reason: FinishReason) -> bytes:
-        return self._chunk(ChatChunkChoice(0, Delta(), None, reason))
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        return self._chunk(ChatChunkChoice(index, Delta(), None, reason))
 
-    def body(self, text: str, scored: Sequence[ScoredToken], reason: FinishReason, usage: Usage) -> bytes:
+    def whole(
+        self, index: int, pieces: Sequence[Piece], scored: Sequence[ScoredToken], reason: FinishReason | None
+    ) -> ChatChoice:
         logprobs = None if self._num_top is None else self._logprobs(scored)
-        return self._whole(ChatChoice(0, ChatMessage("assistant", text), logprobs, reason), usage)
+        message = ChatMessage("assistant", "".join(piece.text for piece in pieces))
+        return ChatChoice(index, message, logprobs, reason)
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> ChatLogprobs:
         return ChatLogprobs([self._logprob(token_id, logprobs) for token_id, logprobs in scored])
@@ -126,33 +134,37 @@ class ChatShape(AnswerShape):
 
 
 class CompletionShape(AnswerShape):
-    """``/v1/completions``. Remembers how much text went out, for ``text_offset``."""
+    """``/v1/completions``. Remembers how much text of each choice went out, for ``text_offset``."""
 
     chunk_object = "text_completion"
     body_object = "text_completion"
     id_prefix = "cmpl-"
 
-    _num_offset_chars = 0
+    def __init__(self, plan: AnswerPlan, *args: Any, **kwargs: Any) -> None:
+        super().__init__(plan, *args, **kwargs)
+        self._num_offset_chars = [0] * plan.num_choices
 
-    def opening(self) -> bytes:
+    def opening(self, num_choices: int) -> bytes:
         return b""
 
-    def delta(self, text: str, scored: Sequence[ScoredToken]) -> bytes:
-        return self._chunk(CompletionChoice(0, text, self._logprobs(scored) if scored else None))
+    def delta(self, index: int, piece: Piece, scored: Sequence[ScoredToken]) -> bytes:
+        return self._chunk(CompletionChoice(index, piece.text, self._logprobs(index, scored) if scored else None))
 
-    def finish(self, reason: FinishReason) -> bytes:
-        return self._chunk(CompletionChoice(0, "", None, reason))
+    def finish(self, index: int, reason: FinishReason) -> bytes:
+        return self._chunk(CompletionChoice(index, "", None, reason))
 
-    def body(self, text: str, scored: Sequence[ScoredToken], reason: FinishReason, usage: Usage) -> bytes:
-        logprobs = None if self._num_top is None else self._logprobs(scored)
-        return self._whole(CompletionChoice(0, text, logprobs, reason), usage)
+    def whole(
+        self, index: int, pieces: Sequence[Piece], scored: Sequence[ScoredToken], reason: FinishReason | None
+    ) -> CompletionChoice:
+        logprobs = None if self._num_top is None else self._logprobs(index, scored)
+        return CompletionChoice(index, "".join(piece.text for piece in pieces), logprobs, reason)
 
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> CompletionLogprobs:
+    def _logprobs(self, index: int, scored: Sequence[ScoredToken]) -> CompletionLogprobs:
         names = [self._name(token_id) for token_id, _ in scored]
         offsets = []
         for token_id, _ in scored:
-            offsets.append(self._num_offset_chars)
-            self._num_offset_chars += len(self._table.decode([token_id]))
+            offsets.append(self._num_offset_chars[index])
+            self._num_offset_chars[index] += len(self._table.decode([token_id]))
         top = None
         if self._num_top:
             top = [{self._name(other): value for other, value in logprobs.top} for _, logprobs in scored]

@@ -7,8 +7,9 @@ hand (or the end, when there is none), so that every failure up to there is an o
 from __future__ import annotations
 
 from cluster.ingress.api.answer import Answer, Send
-from cluster.ingress.api.backend import FinishReason, Interrupted
-from cluster.ingress.api.wire import DONE_EVENT, InterruptionError, error_event
+from cluster.ingress.api.backend import Interrupted
+from cluster.ingress.api.choice import Choice
+from cluster.ingress.api.wire import DONE_EVENT, InterruptionError, Piece, error_event
 
 _START = {
     "type": "http.response.start",
@@ -26,25 +27,31 @@ class StreamedAnswer(Answer):
 
     _last_event_s = 0.0
 
-    async def _piece(self, send: Send, text: str) -> None:
-        if text:
-            await self._write(send, self._shape.delta(text, self._take_scored()), more=True)
-            self._observe_gap()
-        if self._started:
-            # Tokens without text of their own count once everything before them is out.
-            self._report_delivered()
+    def _restarted(self, choice: Choice) -> None:
+        """Nothing is gathered here."""
 
-    async def _finish(self, send: Send, text: str, reason: FinishReason) -> None:
-        scored = self._take_scored()
-        events = [self._shape.delta(text, scored)] if text or scored else []
-        events.append(self._shape.finish(reason))
-        if self._plan.include_usage:
-            events.append(self._shape.usage(self._usage()))
-        events.append(DONE_EVENT)
-        await self._write(send, b"".join(events), more=False)
-        self._report_delivered()
-        if self._generation is not None:
-            self._generation.completed()
+    async def _piece(self, send: Send, choice: Choice, piece: Piece) -> None:
+        if piece:
+            await self._write(send, choice, self._shape.delta(choice.index, piece, choice.take_scored()), more=True)
+            self._observe_gap()
+        if choice.is_marked:
+            # Tokens without text of their own count once everything before them is out.
+            choice.started.delivered(choice.num_delivered)
+
+    async def _finish(self, send: Send, choice: Choice, piece: Piece) -> None:
+        assert choice.finish is not None, f"choice {choice.index} has no end"
+        scored = choice.take_scored()
+        events = [self._shape.delta(choice.index, piece, scored)] if piece or scored else []
+        events.append(self._shape.finish(choice.index, choice.finish))
+        is_last = self._is_complete
+        if is_last:
+            if self._plan.include_usage:
+                events.append(self._shape.usage(self._usage()))
+            events.append(DONE_EVENT)
+        await self._write(send, choice, b"".join(events), more=not is_last)
+        choice.started.delivered(choice.num_delivered)
+        for each in self._choices if is_last else ():
+            each.started.completed()
 
     async def _interrupt(self, send: Send, event: Interrupted) -> None:
         self._services.metrics.interruptions.labels(event.reason).inc()
@@ -53,21 +60,19 @@ class StreamedAnswer(Answer):
             reason=event.reason,
             request_id=self._request_id,
             attempt_id=event.attempt_id,
-            delivered_output_tokens=self._text.num_delivered,
+            delivered_output_tokens=self._num_delivered,
         )
         usage = self._shape.usage(self._usage()) if self._plan.include_usage else b""
-        await self._write(send, usage + error_event(error), more=False)
+        await send({"type": "http.response.body", "body": usage + error_event(error), "more_body": False})
 
-    async def _write(self, send: Send, data: bytes, *, more: bool) -> None:
-        if not self._started and self._generation is not None:
-            data = self._shape.opening() + data
-            self._mark_started(self._generation)
+    async def _write(self, send: Send, choice: Choice, data: bytes, *, more: bool) -> None:
+        """Writes output of one choice; the first of all brings the headers and the openings of all choices."""
+        is_first = not self._started
+        self._mark_started(choice)
+        if is_first:
+            data = self._shape.opening(len(self._choices)) + data
             await send(_START)
         await send({"type": "http.response.body", "body": data, "more_body": more})
-
-    def _report_delivered(self) -> None:
-        if self._generation is not None:
-            self._generation.delivered(self._text.num_delivered)
 
     def _observe_gap(self) -> None:
         now_s = self._services.monotonic_s()

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from cluster.ingress.api.chat_template import ChatTemplate
+from cluster.ingress.api.control_text import ControlText
 from cluster.ingress.detokenize import TokenTable
 from kvstore.errors import BadInput, EnvironmentProblem
 
@@ -35,6 +36,7 @@ class TokenizerBundle:
         self._tokenizer = tokenizer
         self._template = template
         self.table = TokenTable.from_tokenizer(tokenizer)
+        self.control_text = ControlText(tokenizer)
         self.eos_token_ids = tuple(eos_token_ids)
 
     @classmethod
@@ -57,21 +59,23 @@ class TokenizerBundle:
         return cls(tokenizer, eos_token_ids=_eos_token_ids(folder, tokenizer, special), template=template)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the text of a chat prompt.
+        """Returns the text of a chat prompt; what clients wrote in it holds no control token (see ``control_text``).
 
         Raises: BadInput when there is no template or it refuses the messages.
         """
         if self._template is None:
             raise BadInput("messages", len(messages), "this model has no chat template; use /v1/completions")
-        return self._template.render(messages)
+        return self._template.render([self.control_text.disarm(dict(message)) for message in messages])
 
     def encode_now(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Returns the token ids of a text; takes about half a microsecond for each character."""
+        if self.control_text.is_guarded(text):
+            return self.control_text.encode(text, add_special_tokens=add_special_tokens)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The same without holding up the event loop for long."""
-        if len(text) <= INLINE_ENCODE_CHARS:
+        if len(text) <= INLINE_ENCODE_CHARS and not self.control_text.is_guarded(text):
             return self.encode_now(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.encode_now, text, add_special_tokens=add_special_tokens)
 

@@ -14,6 +14,15 @@ from msgspec import UNSET, Struct, UnsetType
 FinishReason = Literal["stop", "length"]
 
 
+class Piece(Struct, frozen=True):
+    """New output of one choice that may be shown."""
+
+    text: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
+
+
 class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int
 
@@ -74,7 +83,7 @@ class ChatChoice(Struct, frozen=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
 
 
 class CompletionChoice(Struct, frozen=True):

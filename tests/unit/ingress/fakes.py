@@ -121,6 +121,10 @@ class FakeBackend(Backend):
         self.system_fingerprint = "fp-test"
         self.state = ReadyState(True)
         self.script: list[Step] = [Ended("stop")]
+        self.scripts: list[list[Step]] = []
+        """One per request to come; ``script`` when used up."""
+        self.submit_errors: list[Exception | None] = []
+        """One per request to come."""
         self.cached_tokens = 0
         self.submit_steps: list[Step] = []
         """Gates and errors before ``submit`` returns."""
@@ -148,7 +152,10 @@ class FakeBackend(Backend):
         except asyncio.CancelledError:
             self.submit_cancelled.set()
             raise
-        generation = FakeGeneration(request_id, self.script, self.cached_tokens)
+        if self.submit_errors and (error := self.submit_errors.pop(0)) is not None:
+            raise error
+        script = self.scripts.pop(0) if self.scripts else self.script
+        generation = FakeGeneration(request_id, script, self.cached_tokens)
         self.generations.append(generation)
         return generation
 

@@ -53,6 +53,7 @@ async def test_every_honoured_parameter_arrives() -> None:
         max_tokens=4,
         presence_penalty=0.25,
         frequency_penalty=-0.5,
+        repetition_penalty=1.25,
         logit_bias={"5": 1.5, "6": -100},
         logprobs=2,
         stream=True,
@@ -60,7 +61,7 @@ async def test_every_honoured_parameter_arrives() -> None:
     )
     sampling = got.spec.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 7, 0.1)
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -0.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.25, -0.5, 1.25)
     assert (sampling.seed, sampling.num_logprobs, sampling.logit_bias) == (99, 2, {5: 1.5, 6: -100.0})
     assert (got.spec.max_tokens, got.spec.stop_token_ids) == (4, (EOS, 5, 6))
     assert (got.stops, got.stream, got.include_usage) == (("a", "b"), True, True)

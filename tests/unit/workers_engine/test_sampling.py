@@ -100,6 +100,30 @@ def test_penalties_count_the_output() -> None:
     assert sample(logits, SamplingParams(frequency_penalty=-2.0), 0, [2])[0] == 2
 
 
+def test_the_repetition_penalty_counts_prompt_and_output() -> None:
+    """Positive logits are divided, others multiplied, once per token; below 1 it rewards."""
+    logits = make_logits([3.0, 2.5, -1.0, -1.1])
+    assert sample(logits, SamplingParams(repetition_penalty=1.1), 0, [], prompt_token_ids=[0])[0] == 0
+    assert sample(logits, SamplingParams(repetition_penalty=1.3), 0, [], prompt_token_ids=[0, 0])[0] == 1
+    assert sample(logits, SamplingParams(repetition_penalty=1.3), 0, [0])[0] == 1
+    assert sample(logits, SamplingParams(repetition_penalty=1.3), 0, [0], prompt_token_ids=[1])[0] == 0
+    assert sample(logits, SamplingParams(repetition_penalty=0.5), 0, [1])[0] == 1
+    negative = make_logits([-1.0, -1.1])
+    assert sample(negative, SamplingParams(repetition_penalty=1.2), 0, [0])[0] == 1
+
+
+def test_a_mask_is_applied_before_the_choice() -> None:
+    """Greedy and drawn tokens stay inside the mask; probabilities stay the model's; an empty mask is a fault."""
+    logits = make_logits([3.0, 2.5, 2.0])
+    allowed = np.array([False, True, True])
+    assert sample(logits, SamplingParams(num_logprobs=0), 0, [], allowed=allowed)[0] == 1
+    hot = SamplingParams(temperature=2.0, seed=4, top_k=2, top_p=0.999)
+    assert {sample(logits, hot, p, [], allowed=allowed)[0] for p in range(200)} == {1, 2}
+    assert sample(logits, SamplingParams(logit_bias={0: 100.0}), 0, [], allowed=allowed)[0] == 1
+    with pytest.raises(FatalError, match="leaves no token for position 7"):
+        sample(logits, SamplingParams(), 7, [], allowed=np.zeros(3, dtype=bool))
+
+
 def test_bias_forces_and_forbids_and_leaves_the_row_alone() -> None:
     """logit_bias moves the choice; ids outside the vocabulary are ignored; the caller's logits do not change."""
     logits = make_logits([3.0, 2.5, 2.0])
