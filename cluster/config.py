@@ -31,6 +31,7 @@ from cluster.config_schema import (
     LedgerConfig,
     LimitsConfig,
     PacedConfig,
+    PolicyConfig,
     PrefillConfig,
     Section,
     ServerConfig,
@@ -53,6 +54,7 @@ __all__ = [
     "LedgerConfig",
     "LimitsConfig",
     "PacedConfig",
+    "PolicyConfig",
     "PrefillConfig",
     "ServerConfig",
     "WorkersConfig",
@@ -62,6 +64,7 @@ __all__ = [
     "format_bytes",
     "is_size",
     "load",
+    "load_struct",
     "parse_bytes",
     "section_of",
     "thread_budget",
@@ -133,7 +136,16 @@ def load(
     return config
 
 
-def dump(config: Config) -> str:
+def load_struct(path: Path | str, root: type[Section]) -> tuple[Any, dict[str, str]]:
+    """Returns the file as a ``root`` and, for every key that stands in it, ``FILE:LINE``.
+
+    Raises: ConfigError naming key and place; values that must fit each other are the caller's to check.
+    """
+    settings = _read_file(Path(path), root)
+    return _build(root, "", settings), {key: setting.where for key, setting in settings.items()}
+
+
+def dump(config: Section) -> str:
     """Returns ``config`` as YAML that ``load`` reads back to an equal value; sizes in binary units where exact."""
     return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True, width=120)
 
@@ -177,7 +189,7 @@ def is_size(annotation: Any) -> bool:
     return any(meta.extra and meta.extra.get("unit") == "bytes" for meta in metas)
 
 
-def _read_file(path: Path) -> dict[str, _Setting]:
+def _read_file(path: Path, root: type[Section] = Config) -> dict[str, _Setting]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError("", path.name, f"the file is larger than {MAX_CONFIG_BYTES} bytes", str(path))
@@ -186,7 +198,7 @@ def _read_file(path: Path) -> dict[str, _Setting]:
         raise ConfigError("", path.name, "the file is not UTF-8 text", str(path)) from error
     except OSError as error:
         raise ConfigError("", path.name, f"cannot be read: {error.strerror}", str(path)) from error
-    return dict(_walk(_compose(text, str(path)), Config, "", str(path)))
+    return dict(_walk(_compose(text, str(path)), root, "", str(path), root=root))
 
 
 def _read_override(override: str) -> dict[str, _Setting]:
@@ -212,7 +224,9 @@ def _compose(text: str, where: str) -> yaml.Node | None:
         raise ConfigError("", text, "not valid YAML", where) from error
 
 
-def _walk(node: yaml.Node | None, section: type[Section], prefix: str, where: str) -> Iterator[tuple[str, _Setting]]:
+def _walk(
+    node: yaml.Node | None, section: type[Section], prefix: str, where: str, *, root: type[Section] = Config
+) -> Iterator[tuple[str, _Setting]]:
     """Yields (dotted key, setting) of every value below ``node``; an empty section says nothing."""
     if node is None or node.tag == "tag:yaml.org,2002:null":
         return
@@ -223,13 +237,13 @@ def _walk(node: yaml.Node | None, section: type[Section], prefix: str, where: st
         name, place = str(key_node.value), _at(where, key_node)
         key = f"{prefix}{name}"
         if name not in fields:
-            raise ConfigError(key, name, _unknown(name, fields, prefix), place)
+            raise ConfigError(key, name, _unknown(name, fields, prefix, root), place)
         if name in seen:
             raise ConfigError(key, name, "the key stands here twice", place)
         seen.add(name)
         inner = section_of(fields[name])
         if inner is not None:
-            yield from _walk(value_node, inner, f"{key}.", where)
+            yield from _walk(value_node, inner, f"{key}.", where, root=root)
         else:
             yield key, _Setting(_leaf(value_node, fields[name], key=key, where=place), place)
 
@@ -305,12 +319,12 @@ def _type_of(key: str, *, where: str) -> Any:
     return annotation
 
 
-def _unknown(name: str, fields: Mapping[str, Any], prefix: str) -> str:
+def _unknown(name: str, fields: Mapping[str, Any], prefix: str, root: type[Section] = Config) -> str:
     """Returns the complaint about an unknown key: the nearest name of its section, else of the whole file."""
     near = difflib.get_close_matches(name, fields, n=1)
     if near:
         return f"unknown key; did you mean {prefix}{near[0]}?"
-    every = dict(_all_keys(Config, ""))
+    every = dict(_all_keys(root, ""))
     elsewhere = [key for key, last in every.items() if last == name] or difflib.get_close_matches(
         f"{prefix}{name}", every, n=1
     )
@@ -345,6 +359,8 @@ def _plain(section: Section) -> dict[str, Any]:
         value = getattr(section, name)
         if isinstance(value, Section):
             plain[name] = _plain(value)
+        elif isinstance(value, tuple):
+            plain[name] = list(value)
         else:
             plain[name] = _plain_size(value) if is_size(annotation) else value
     return plain

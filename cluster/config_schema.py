@@ -194,6 +194,15 @@ class LimitsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 4096
 
 
+class PolicyConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The router's policy on failures. Without a file it follows from `attempts`."""
+
+    file: Annotated[
+        Text | None, doc("YAML file of the policy (see `kopir policy show`); read again whenever it changes.")
+    ] = None
+    reload_s: Annotated[Annotated[float, Meta(ge=0.05, le=3600.0)], doc("Seconds between two looks at the file.")] = 1.0
+
+
 class LedgerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The database of requests, keys and tool calls."""
 
@@ -239,6 +248,7 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv: KvConfig = KvConfig()
     attempts: AttemptsConfig = AttemptsConfig()
     limits: LimitsConfig = LimitsConfig()
+    policy: PolicyConfig = PolicyConfig()
     ledger: LedgerConfig = LedgerConfig()
     auth: AuthConfig = AuthConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -121,6 +121,7 @@ class IngressApp:
             "ingress": [{"id": self._me.peer_id, "pid": self._me.pid, "streams": len(streams)}],
             "directory": {"pid": None},
             "controller": cluster.get("controller", {"pid": None}),
+            "policy": self._backend.policy_status(),
             "leases": sum(worker.get("leases", 0) for worker in workers),
             "streams": streams,
         }

@@ -27,6 +27,7 @@ from cluster.ingress.generation import RunningRequest
 from cluster.ingress.record_book import RecordBook
 from cluster.ingress.relay import RelayServer, WorkerLink
 from cluster.ingress.relay_metrics import RelayMetrics
+from cluster.policy_source import PolicySource
 from cluster.view import ClusterView
 from kvstore.core.messages import (
     AttemptFault,
@@ -83,6 +84,7 @@ class RelayBackend(Backend):
         self._fleet = Fleet(me.host_identity, on_gone=self._on_worker_gone)
         self._running: dict[str, RunningRequest] = {}
         self._by_attempt: dict[str, RunningRequest] = {}
+        self._policy = PolicySource(config)
         self._book = RecordBook(me.incarnation, lease_ms=config.attempts.lease_ms)
         self._me = me
         self._secret = secret
@@ -92,7 +94,8 @@ class RelayBackend(Backend):
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listens for workers; returns (host, port)."""
-        self._tasks = [asyncio.create_task(self._fleet.probe_for_ever()), asyncio.create_task(self._tell_progress())]
+        duties = (self._fleet.probe_for_ever(), self._tell_progress(), self._policy.watch())
+        self._tasks = [asyncio.create_task(duty) for duty in duties]
         return await self._relay.start(host)
 
     async def join_ledger(self, host: str) -> None:
@@ -143,9 +146,8 @@ class RelayBackend(Backend):
     ) -> Generation:
         if len(self._running) >= self._config.limits.max_queued_requests:
             raise Overloaded(f"{len(self._running)} requests are waiting or running here already.", retry_after_s=1)
-        machine = RequestMachine(
-            request_id, stream, max_attempts=self._config.attempts.max_attempts, admitted_ns=self._clock_ns()
-        )
+        policy = self._policy.current
+        machine = RequestMachine(request_id, stream, max_attempts=policy.max_attempts, admitted_ns=self._clock_ns())
         request = RunningRequest(
             spec,
             machine=machine,
@@ -154,7 +156,11 @@ class RelayBackend(Backend):
             orders=self,
             clock_ns=self._clock_ns,
             backlog_tokens=self._config.limits.max_stream_backlog_tokens,
-            facts={"model_revision": self._model_revision, "lease_ms": self._config.attempts.lease_ms},
+            facts={
+                "model_revision": self._model_revision,
+                "lease_ms": self._config.attempts.lease_ms,
+                "policy": {"version": policy.version, "digest": policy.digest},
+            },
         )
         pair = self._choose(request, ())
         if isinstance(pair, NoPair) and pair.never:
@@ -214,6 +220,11 @@ class RelayBackend(Backend):
     async def worker_statuses(self) -> list[dict[str, Any]]:
         """Returns one entry per worker slot, asked now; lost and refused ones included."""
         return await self._fleet.statuses()
+
+    def policy_status(self) -> dict[str, Any]:
+        """Returns which policy is in force and why the file that is there now is not, if so."""
+        policy = self._policy.current
+        return {"version": policy.version, "digest": policy.digest, "error": self._policy.error}
 
     def streams(self) -> list[dict[str, Any]]:
         """Returns the requests that run here."""
