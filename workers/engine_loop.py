@@ -1,10 +1,12 @@
-"""The thread that computes: prefill chunks and decode steps, one after the other.
+"""The thread that computes: what the scheduler plans, step after step.
 
-Owns the engine, the queue of prefill jobs and the set of decoding sequences. Other threads talk to it through
-commands; it talks back through the callbacks of a job or of the loop, called on this thread. Prefill chunks and
-decode steps alternate, so that a long prompt never holds back running streams for more than one chunk.
+Owns the engine and everything about a sequence that only computing needs: its known tokens and its block table. Other
+threads talk to it through commands; it talks back through the callbacks of a job or of the loop, called on this
+thread. Which tokens are computed in a step is the scheduler's decision (``workers.core.scheduler``); a step is one
+pass over pieces of prompts and one token of each stream.
 
-It never touches sockets, leases or block accounting.
+When a pass fails, its parts run again one by one, so that what is broken fails alone: running a position again writes
+the same bytes. It never touches sockets, leases or block accounting.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,6 +21,7 @@ from typing import Literal
 from torch import Tensor
 
 from kvstore.core.messages import GenerationSpec, TokenLogprobs
+from workers.core.scheduler import Piece, Scheduler, SchedulerLimits, StepPlan
 from workers.engine import Engine, SeqChunk
 from workers.sampling import sample
 
@@ -30,6 +32,9 @@ AttemptKey = tuple[str, int]
 
 EndReason = Literal["stop", "length"]
 
+Choose = Callable[[Tensor], tuple[int, TokenLogprobs | None]]
+"""From a row of logits to a token."""
+
 
 @dataclass(slots=True)
 class PrefillJob:
@@ -37,6 +42,9 @@ class PrefillJob:
 
     ``on_chunk(job)`` follows each chunk; ``on_done(job, token_id, logprobs)`` the last one; ``on_fault(job, error)``
     replaces them when the engine failed. All run on the engine thread.
+
+    ``resumed_output``: what a preempted stream had generated. Its tokens but the last belong to what is computed, and
+    nothing is sampled: ``on_done`` gets the last token as it was.
     """
 
     key: AttemptKey
@@ -46,8 +54,14 @@ class PrefillJob:
     on_chunk: Callable[[PrefillJob], None]
     on_done: Callable[[PrefillJob, int, TokenLogprobs | None], None]
     on_fault: Callable[[PrefillJob, Exception], None]
+    resumed_output: Sequence[int] = ()
     started_ns: int | None = None
     """When the first chunk began; what lies before is the engine's queue."""
+    token_ids: Sequence[int] = ()
+    """All tokens to compute; set by the constructor."""
+
+    def __post_init__(self) -> None:
+        self.token_ids = (*self.spec.prompt_token_ids, *self.resumed_output[:-1])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -58,7 +72,8 @@ class PrefillJob:
 class DecodeSequence:
     """One running stream. ``output_token_ids[0]`` came with the hand-off; the KV of the last token is not yet computed.
 
-    ``max_index`` is the stream's credit: token indexes below it may be computed.
+    ``max_index`` is the stream's credit: token indexes below it may be computed. It decodes as far as ``block_table``
+    has room.
     """
 
     key: AttemptKey
@@ -93,8 +108,17 @@ def end_reason(spec: GenerationSpec, token_id: int, num_generated: int) -> EndRe
 
 @dataclass(slots=True)
 class _State:
-    prefills: deque[PrefillJob] = field(default_factory=deque)
+    scheduler: Scheduler
+    jobs: dict[AttemptKey, PrefillJob] = field(default_factory=dict)
     sequences: dict[AttemptKey, DecodeSequence] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """What a part of a step gave: a token where one was due, or an error."""
+
+    token: tuple[int, TokenLogprobs | None] | None = None
+    error: Exception | None = None
 
 
 class EngineLoop:
@@ -110,27 +134,47 @@ class EngineLoop:
         on_decode_fault: Callable[[list[AttemptKey], Exception], None],
     ) -> None:
         self._engine = engine
-        self._chunk_tokens = chunk_tokens
+        self._block_tokens = engine.limits.block_tokens
         self._clock_ns = clock_ns
         self._on_tokens = on_tokens
         self._on_decode_fault = on_decode_fault
         self._commands: queue.SimpleQueue[Callable[[_State], None] | None] = queue.SimpleQueue()
-        self._state = _State()
+        limits = SchedulerLimits(chunk_tokens=chunk_tokens, granule_tokens=self._block_tokens)
+        self._state = _State(Scheduler(limits))
         self._thread = threading.Thread(target=self._run, name="kopir-engine", daemon=True)
+
+    # --- commands, from any thread ------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
     def submit_prefill(self, job: PrefillJob) -> None:
-        """Queues a prompt, first come, first served."""
-        self._commands.put(lambda state: state.prefills.append(job))
+        """Queues a prompt; one that resumes a preempted stream goes to the front."""
+
+        def add(state: _State) -> None:
+            state.jobs[job.key] = job
+            state.scheduler.add_prompt(
+                job.key,
+                num_tokens=len(job.token_ids),
+                num_computed=job.num_computed_tokens,
+                is_resumed=bool(job.resumed_output),
+            )
+
+        self._commands.put(add)
 
     def add_sequence(self, sequence: DecodeSequence) -> None:
         """Adds a stream to the next decode step."""
 
         def add(state: _State) -> None:
             state.sequences[sequence.key] = sequence
+            state.scheduler.add_stream(
+                sequence.key,
+                num_tokens=sequence.position + 1,
+                num_outputs=len(sequence.output_token_ids),
+                max_index=sequence.max_index,
+                room_tokens=len(sequence.block_table) * self._block_tokens,
+            )
 
         self._commands.put(add)
 
@@ -140,118 +184,155 @@ class EngineLoop:
         def credit(state: _State) -> None:
             if (sequence := state.sequences.get(key)) is not None:
                 sequence.max_index = max(sequence.max_index, max_index)
+                state.scheduler.on_credit(key, max_index)
 
         self._commands.put(credit)
+
+    def extend(self, key: AttemptKey, block_table: Sequence[int]) -> None:
+        """Gives a stream a longer block table, which begins with the one it has."""
+
+        def grow(state: _State) -> None:
+            if (sequence := state.sequences.get(key)) is not None:
+                sequence.block_table = block_table
+                state.scheduler.on_room(key, len(block_table) * self._block_tokens)
+
+        self._commands.put(grow)
 
     def remove(self, key: AttemptKey, done: Callable[[int], None]) -> None:
         """Takes an attempt out, whatever it was doing, then calls ``done(tokens computed)`` on this thread."""
 
         def take_out(state: _State) -> None:
-            state.prefills = deque(job for job in state.prefills if job.key != key)
-            sequence = state.sequences.pop(key, None)
+            sequence = self._take_out(key)
             done(len(sequence.output_token_ids) if sequence is not None else 0)
 
         self._commands.put(take_out)
 
+    def pause(self, key: AttemptKey, done: Callable[[DecodeSequence | None], None]) -> None:
+        """Takes a stream out between two steps and calls ``done`` with it, on this thread; None when it has ended."""
+        self._commands.put(lambda state: done(self._take_out(key)))
+
     def probe(self, done: Callable[[int, int], None]) -> None:
         """Calls ``done(running, waiting)`` from the engine thread: proof that it turns."""
-        self._commands.put(
-            lambda state: done(len(state.sequences) + (1 if state.prefills else 0), max(0, len(state.prefills) - 1))
-        )
+        self._commands.put(lambda state: done(state.scheduler.num_running, state.scheduler.num_waiting))
 
     def close(self) -> None:
         """Ends the thread after the step under way."""
         self._commands.put(None)
         self._thread.join(timeout=5.0)
 
+    # --- on the engine thread -----------------------------------------------------------------------------
+
     def _run(self) -> None:
         while self._take_commands():
-            if self._state.prefills:
-                self._run_chunk(self._state.prefills[0])
-            if self._state.sequences:
-                self._run_decode_step()
+            plan = self._state.scheduler.plan()
+            if plan:
+                self._run_step(plan)
 
     def _take_commands(self) -> bool:
         """Carries out waiting commands; blocks while there is nothing to compute. Returns False to end."""
         while True:
             try:
-                command = self._commands.get(block=not self._has_work())
+                command = self._commands.get(block=not self._state.scheduler.has_work)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command(self._state)
 
-    def _has_work(self) -> bool:
-        return bool(self._state.prefills) or any(
-            len(sequence.output_token_ids) < sequence.max_index for sequence in self._state.sequences.values()
-        )
+    def _take_out(self, key: AttemptKey) -> DecodeSequence | None:
+        state = self._state
+        state.scheduler.remove(key)
+        state.jobs.pop(key, None)
+        return state.sequences.pop(key, None)
 
-    def _run_chunk(self, job: PrefillJob) -> None:
-        if job.started_ns is None:
-            job.started_ns = self._clock_ns()
-        start = job.num_computed_tokens
-        stop = min(start + self._chunk_tokens, job.num_prompt_tokens)
-        is_last = stop == job.num_prompt_tokens
-        chunk = SeqChunk(
-            token_ids=job.spec.prompt_token_ids[start:stop],
-            start_position=start,
-            block_table=job.block_table,
-            want_logits=is_last,
-        )
-        try:
-            logits = self._engine.forward([chunk])
-            token = (
-                sample(logits[0], job.spec.sampling, stop, (), prompt_token_ids=job.spec.prompt_token_ids)
-                if is_last
-                else None
-            )
-        except Exception as error:
-            logger.exception("prefill_failed attempt_id=%s epoch=%d", *job.key)
-            self._state.prefills.popleft()
-            job.on_fault(job, error)
-            return
-        job.num_computed_tokens = stop
-        job.on_chunk(job)
-        if token is not None:
-            self._state.prefills.popleft()
-            job.on_done(job, *token)
+    def _run_step(self, plan: StepPlan) -> None:
+        state = self._state
+        started_ns = self._clock_ns()
+        for piece in plan.pieces:
+            job = state.jobs[piece.key]
+            if job.started_ns is None:
+                job.started_ns = started_ns
+        streams = [state.sequences[key] for key in plan.decode]
+        results = self._compute(plan, streams)
+        state.scheduler.on_step(plan, duration_ns=self._clock_ns() - started_ns)
+        # Streams first: their readers wait for nothing else.
+        self._finish_streams(streams, results[: len(streams)])
+        for piece, result in zip(plan.pieces, results[len(streams) :], strict=True):
+            self._finish_piece(piece, state.jobs[piece.key], result)
 
-    def _run_decode_step(self) -> None:
-        ready = [s for s in self._state.sequences.values() if len(s.output_token_ids) < s.max_index]
-        if not ready:
-            return
-        chunks = [
-            SeqChunk(
-                token_ids=(sequence.output_token_ids[-1],),
-                start_position=sequence.position,
-                block_table=sequence.block_table,
-                want_logits=True,
-            )
-            for sequence in ready
-        ]
+    def _compute(self, plan: StepPlan, streams: list[DecodeSequence]) -> list[_Sampled]:
+        """Runs the step; returns one result per stream, then one per piece."""
+        parts = [self._stream_part(stream) for stream in streams] + [self._piece_part(piece) for piece in plan.pieces]
+        chunks = [chunk for chunk, _ in parts]
         try:
             logits = self._engine.forward(chunks)
-            tokens = [self._append(sequence, logits[row]) for row, sequence in enumerate(ready)]
         except Exception as error:
-            logger.exception("decode_failed num_seqs=%d", len(ready))
-            for sequence in ready:
-                self._state.sequences.pop(sequence.key, None)
-            self._on_decode_fault([sequence.key for sequence in ready], error)
-            return
-        self._on_tokens(tokens)
+            if len(parts) == 1:
+                return [_Sampled(error=error)]
+            logger.exception("step_failed num_seqs=%d num_pieces=%d", len(streams), len(plan.pieces))
+            return [self._compute_alone(chunk, choose) for chunk, choose in parts]
+        rows = iter(logits)
+        return [_sampled(choose, next(rows)) if chunk.want_logits else _Sampled() for chunk, choose in parts]
 
-    def _append(self, sequence: DecodeSequence, logits: Tensor) -> NewToken:
-        token_id, logprobs = sample(
-            logits,
-            sequence.spec.sampling,
-            sequence.position + 1,
-            sequence.output_token_ids,
-            prompt_token_ids=sequence.spec.prompt_token_ids,
-        )
-        sequence.output_token_ids.append(token_id)
-        num_generated = len(sequence.output_token_ids)
-        end = end_reason(sequence.spec, token_id, num_generated)
+    def _compute_alone(self, chunk: SeqChunk, choose: Choose) -> _Sampled:
+        try:
+            logits = self._engine.forward([chunk])
+        except Exception as error:
+            return _Sampled(error=error)
+        return _sampled(choose, logits[0]) if chunk.want_logits else _Sampled()
+
+    def _stream_part(self, stream: DecodeSequence) -> tuple[SeqChunk, Choose]:
+        chunk = SeqChunk((stream.output_token_ids[-1],), stream.position, stream.block_table)
+        return chunk, lambda row: self._choose(row, stream.spec, stream.output_token_ids)
+
+    def _piece_part(self, piece: Piece) -> tuple[SeqChunk, Choose]:
+        job = self._state.jobs[piece.key]
+        wants_token = piece.is_last and not job.resumed_output
+        chunk = SeqChunk(job.token_ids[piece.start : piece.stop], piece.start, job.block_table, wants_token)
+        return chunk, lambda row: self._choose(row, job.spec, ())
+
+    def _choose(self, row: Tensor, spec: GenerationSpec, output: Sequence[int]) -> tuple[int, TokenLogprobs | None]:
+        position = len(spec.prompt_token_ids) + len(output)
+        return sample(row, spec.sampling, position, output, prompt_token_ids=spec.prompt_token_ids)
+
+    def _finish_streams(self, streams: list[DecodeSequence], results: list[_Sampled]) -> None:
+        tokens = []
+        for stream, result in zip(streams, results, strict=True):
+            if result.token is None:
+                assert result.error is not None, f"{stream.key} has neither token nor error"
+                logger.error("decode_failed attempt_id=%s epoch=%d", *stream.key, exc_info=result.error)
+                self._take_out(stream.key)
+                self._on_decode_fault([stream.key], result.error)
+            else:
+                tokens.append(self._append(stream, *result.token))
+        if tokens:
+            self._on_tokens(tokens)
+
+    def _append(self, stream: DecodeSequence, token_id: int, logprobs: TokenLogprobs | None) -> NewToken:
+        stream.output_token_ids.append(token_id)
+        num_generated = len(stream.output_token_ids)
+        end = end_reason(stream.spec, token_id, num_generated)
         if end is not None:
-            del self._state.sequences[sequence.key]
-        return NewToken(sequence.key, num_generated - 1, token_id, logprobs, end)
+            self._take_out(stream.key)
+        return NewToken(stream.key, num_generated - 1, token_id, logprobs, end)
+
+    def _finish_piece(self, piece: Piece, job: PrefillJob, result: _Sampled) -> None:
+        if result.error is not None:
+            logger.error("prefill_failed attempt_id=%s epoch=%d", *job.key, exc_info=result.error)
+            self._take_out(job.key)
+            job.on_fault(job, result.error)
+            return
+        job.num_computed_tokens = piece.stop
+        job.on_chunk(job)
+        if piece.is_last:
+            self._take_out(job.key)
+            token = (job.resumed_output[-1], None) if result.token is None else result.token
+            job.on_done(job, *token)
+
+
+def _sampled(choose: Choose, row: Tensor) -> _Sampled:
+    """Chooses a token; an error is this row's alone."""
+    try:
+        return _Sampled(choose(row))
+    except Exception as error:
+        return _Sampled(error=error)

@@ -30,7 +30,7 @@ COMPLETIONS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "max_tokens 10^9": ("max_tokens", {"max_tokens": 10**9}),
     "max_tokens text": ("max_tokens", {"max_tokens": "many"}),
     "n 0": ("n", {"n": 0}),
-    "n 2": ("n", {"n": 2}),
+    "n 17": ("n", {"n": 17}),
     "temperature -1": ("temperature", {"temperature": -1}),
     "temperature text": ("temperature", {"temperature": "hot"}),
     "empty stop": ("stop", {"stop": [""]}),
