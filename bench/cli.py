@@ -61,3 +61,23 @@ def serve(
     from bench.serve import run_serve
 
     return run_serve(quick=quick, json_path=json_path, check=check, seed=seed, url=url, settings=settings or [])
+
+
+@app.command(epilog="Example: kopir bench engine --peers vllm --json engine.json")
+def engine(
+    quick: QuickOption = False,
+    json_path: JsonFileOption = None,
+    check: CheckOption = False,
+    seed: SeedOption = 1,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            "--peers", metavar="NAMES", help="vllm, transformers, both with a comma, or all (make bench-peers first)."
+        ),
+    ] = None,
+    serving: Annotated[bool, typer.Option(help="Also start servers: start to ready, pair against combined.")] = True,
+) -> int:
+    """Measure prefill, decode, cached prompts, memory and start, beside vLLM and transformers."""
+    from bench.engine import run_engine
+
+    return run_engine(quick=quick, json_path=json_path, check=check, seed=seed, peers=peers, serving=serving)

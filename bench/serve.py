@@ -12,31 +12,26 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.progress import Progress
 
+from bench.clusters import kopir_cluster
 from bench.report import Report, Target, finish, make_target, quantile
 from cluster import machine
 from cluster.plan import thread_environment
 from kvstore.core.messages import SamplingParams
 from workers.model import hub
 
-START_DEADLINE_S = 120.0
-STOP_DEADLINE_S = 15.0
 REQUEST_DEADLINE_S = 120.0
 READY_LIMIT_S = 30.0
 OVERHEAD_LIMIT_MS = 10.0
 HAND_OFF_LIMIT_MS = 10.0
 HAND_OFF_TOKENS = 1024
-MIB = 1 << 20
 NS_PER_MS = 1e6
 
 
@@ -49,9 +44,10 @@ def run_serve(
     repetitions = 5 if quick else 15
     with contextlib.ExitStack() as stack:
         if url is None:
-            url, ready_s = stack.enter_context(_cluster(settings))
-            report.rows.append({"what": "start", "ready_s": ready_s})
-            report.targets.append(_limit("endpoint_ready_s", ready_s, READY_LIMIT_S, "s"))
+            cluster = stack.enter_context(kopir_cluster(settings))
+            url = cluster.url
+            report.rows.append({"what": "start", "ready_s": cluster.ready_s})
+            report.targets.append(_limit("endpoint_ready_s", cluster.ready_s, READY_LIMIT_S, "s"))
         measure = _Measurement(url, seed)
         for num_tokens in lengths:
             report.rows.append(measure.row(num_tokens, repetitions))
@@ -204,29 +200,3 @@ def _direct_engine() -> Callable[[list[int]], float]:
         return (time.perf_counter() - started) * 1e3
 
     return time_prompt
-
-
-@contextlib.contextmanager
-def _cluster(settings: list[str]) -> Iterator[tuple[str, float]]:
-    """Runs ``kopir serve`` for the time of the bench; yields its URL and how long it took to be ready."""
-    defaults = [
-        "server.port=0",
-        "workers.prefill.pool_blocks=512",
-        "workers.decode.pool_blocks=512",
-        f"kv.host_bytes={512 * MIB}",
-    ]
-    command = [str(Path(sys.executable).with_name("kopir")), "serve"]
-    for setting in (*defaults, *settings):
-        command += ["--set", setting]
-    started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "Kopir is ready at" in line:
-                yield line.split("ready at ")[1].split("/v1")[0], time.monotonic() - started
-                return
-        raise RuntimeError(f"kopir serve ended with {process.wait()}: {process.communicate()[1][-2000:]}")
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(STOP_DEADLINE_S)

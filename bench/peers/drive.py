@@ -61,14 +61,22 @@ class PeerProgram:
 
     def measure(self, block_bytes: int, num_blocks: int) -> dict[str, float]:
         """Raises: EnvironmentProblem when the program has ended."""
+        answer: dict[str, float] = self.ask({"block_bytes": block_bytes, "num_blocks": num_blocks})
+        return answer
+
+    def ask(self, question: Row) -> Any:
+        """Returns the program's answer to one line. Raises: EnvironmentProblem when the program has ended."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"block_bytes": block_bytes, "num_blocks": num_blocks}) + "\n")
+            self._process.stdin.write(json.dumps(question) + "\n")
             self._process.stdin.flush()
         except OSError as error:
             raise EnvironmentProblem("the peer program has ended") from error
-        answer: dict[str, float] = self.read()
-        return answer
+        return self.read()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -151,7 +159,7 @@ def _started(name: str) -> Iterator[PeerProgram]:
     with ExitStack() as stack:
         arguments = stack.enter_context(_mooncake_master(environment)) if name == "mooncake" else []
         command = [str(environment.python), str(FOLDER / f"{name}_peer.py"), *arguments]
-        process = stack.enter_context(_running(command, environment, stdout=subprocess.PIPE))
+        process = stack.enter_context(running(command, environment, stdout=subprocess.PIPE))
         program = PeerProgram(process)
         program.read()
         yield program
@@ -169,12 +177,13 @@ def _mooncake_master(environment: Environment) -> Iterator[list[str]]:
         "--http_metadata_server_host=127.0.0.1",
         f"--http_metadata_server_port={metadata}",
     ]
-    with _running(command, environment, stdout=subprocess.DEVNULL):
+    with running(command, environment, stdout=subprocess.DEVNULL):
         yield [str(master), str(metadata)]
 
 
 @contextmanager
-def _running(command: list[str], environment: Environment, *, stdout: int | IO[str]) -> Iterator[subprocess.Popen[str]]:
+def running(command: list[str], environment: Environment, *, stdout: int | IO[str]) -> Iterator[subprocess.Popen[str]]:
+    """Runs a peer program in a process group of its own, and ends it: by the end of its input, else by force."""
     process = subprocess.Popen(
         command,
         env=environment.variables,

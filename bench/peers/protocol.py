@@ -39,7 +39,11 @@ class Pool:
 
 def serve(measure):
     """Answers each step with ``measure(block_bytes, num_blocks)`` until the input ends."""
+    answer(lambda step: measure(step["block_bytes"], step["num_blocks"]))
+
+
+def answer(handle):
+    """Says that the program is ready, then answers each line of the input with ``handle(line)`` until it ends."""
     print(json.dumps({"ready": True}), file=ANSWERS, flush=True)
     for line in sys.stdin:
-        step = json.loads(line)
-        print(json.dumps(measure(step["block_bytes"], step["num_blocks"])), file=ANSWERS, flush=True)
+        print(json.dumps(handle(json.loads(line))), file=ANSWERS, flush=True)
