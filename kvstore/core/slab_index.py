@@ -1,7 +1,8 @@
 """The index of a host slab: which block is in which slot, who reads it, who is writing it. A pure state machine.
 
-Owns the state of N slots, the read leases and the write reservations. Never touches bytes, never reads a clock:
-time enters as ``now_ns`` and ``deadline_ns`` of the store node's own clock.
+Owns the state of N slots, the read leases and the write reservations, and writes the ``SlotTable`` that local readers
+look into without asking. Never touches the bytes of blocks, never reads a clock: time enters as ``now_ns`` and
+``deadline_ns`` of the store node's own clock.
 
 Life cycle of a slot:
 
@@ -22,14 +23,15 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from heapq import heappop, heappush
 from typing import NewType
 
 from kvstore.core.eviction import EvictionPolicy
 from kvstore.core.ids import BLOCK_DIGEST_BYTES, BlockDigest, BlockHash
+from kvstore.core.slot_table import SlotTable
 
 HolderId = NewType("HolderId", str)
 """One connection of one process life (incarnation): holder of read leases and write reservations."""
@@ -141,33 +143,55 @@ class _Write:
     deadline_ns: int
 
 
+class _FreeSlots:
+    """Slots to give out, oldest first. Slots never used yet are counted, not listed: an empty index is small."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._next_fresh = 0
+        self._returned: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return self._num_slots - self._next_fresh + len(self._returned)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self._next_fresh, self._num_slots)
+        yield from self._returned
+
+    def append(self, slot: int) -> None:
+        self._returned.append(slot)
+
+    def popleft(self) -> int:
+        if self._next_fresh < self._num_slots:
+            self._next_fresh += 1
+            return self._next_fresh - 1
+        return self._returned.popleft()
+
+
 @dataclass(slots=True)
 class _Slots:
-    """The facts of each slot in parallel arrays: about 40 bytes per slot besides the hash itself."""
+    """What each slot has besides its record in the table, in parallel arrays."""
 
-    hash_of: list[BlockHash | None]
     generation: array[int]
     pins: array[int]
-    digests: bytearray
-    free: deque[int] = field(default_factory=deque)
+    free: _FreeSlots
 
 
 class SlabIndex:
     """Hash to slot of one host slab. Belongs to one thread."""
 
-    def __init__(self, num_slots: int, *, policy: EvictionPolicy) -> None:
-        """``policy`` must be made for ``num_slots`` slots and belong to this index alone."""
+    def __init__(self, num_slots: int, *, policy: EvictionPolicy, table: SlotTable | None = None) -> None:
+        """``policy`` and ``table`` must be made for ``num_slots`` slots and belong to this index alone."""
         assert num_slots >= 1, num_slots
         self._total = num_slots
         self._policy = policy
         self._slots = _Slots(
-            hash_of=[None] * num_slots,
             generation=array("Q", bytes(8 * num_slots)),
             pins=array("I", bytes(4 * num_slots)),
-            digests=bytearray(BLOCK_DIGEST_BYTES * num_slots),
-            free=deque(range(num_slots)),
+            free=_FreeSlots(num_slots),
         )
-        self._used: dict[BlockHash, int] = {}
+        self._used = SlotTable(num_slots) if table is None else table
+        assert self._used.num_slots == num_slots and len(self._used) == 0, (num_slots, len(self._used))
         self._writing: dict[int, _Write] = {}
         self._writing_hashes: dict[BlockHash, int] = {}
         self._abandoned: dict[int, _Write] = {}
@@ -190,7 +214,7 @@ class SlabIndex:
         """
         outcomes: list[ReserveOutcome] = []
         # The blocks of the same request that are here already are kept from being evicted for its own tail.
-        own = {self._used[block_hash] for block_hash in hashes if block_hash in self._used}
+        own = {slot for slot in map(self._used.find, hashes) if slot is not None}
         is_full = False
         for block_hash in hashes:
             if block_hash in self._used:
@@ -228,9 +252,7 @@ class SlabIndex:
             self._acknowledge(block_hash, slot, generation, writer)
             return False
         self._forget_write(slot)
-        self._slots.hash_of[slot] = block_hash
-        self._slots.digests[slot * BLOCK_DIGEST_BYTES : (slot + 1) * BLOCK_DIGEST_BYTES] = digest
-        self._used[block_hash] = slot
+        self._used.insert(slot, block_hash, digest, generation)
         self._policy.on_insert(slot, block_hash)
         self.counters.committed_blocks += 1
         return True
@@ -271,7 +293,7 @@ class SlabIndex:
         """
         slots: list[int] = []
         for block_hash in hashes:
-            slot = self._used.get(block_hash)
+            slot = self._used.find(block_hash)
             if slot is None:
                 break
             slots.append(slot)
@@ -290,6 +312,21 @@ class SlabIndex:
         self._leases[lease_id] = ReadLease(lease_id, reader, now_ns, deadline_ns, tuple(slots))
         heappush(self._lease_deadlines, (deadline_ns, lease_id))
         return MatchResult(lease_id, tuple(self._leased_block(slot) for slot in slots))
+
+    def touch(self, block_hash: BlockHash, *, slot: int, generation: int) -> bool:
+        """A reader copied this block without asking, a while ago: it counts as a hit. False: it has left since.
+
+        The caller touches the blocks of one prefix leaf first.
+        """
+        if self._slots.generation[slot] != generation or self._used.hash_at(slot) != block_hash:
+            return False
+        self.counters.hit_blocks += 1
+        self._policy.on_hit(slot, block_hash)
+        return True
+
+    def missed(self, num_blocks: int) -> None:
+        """A reader did not find so many blocks, without asking."""
+        self.counters.missed_blocks += num_blocks
 
     def release(self, lease_id: LeaseId, *, reader: HolderId) -> bool:
         """Ends a read lease. False: it stands no more, or belongs to another reader."""
@@ -311,7 +348,7 @@ class SlabIndex:
 
         The slot is given out again only after its last reader is gone.
         """
-        if self._used.get(block_hash) != slot or self._slots.generation[slot] != generation:
+        if self._used.find(block_hash) != slot or self._slots.generation[slot] != generation:
             return False
         self._remove(slot)
         self.counters.corrupt_blocks += 1
@@ -343,7 +380,7 @@ class SlabIndex:
 
     # --- looking ------------------------------------------------------------------------------------------
 
-    def __contains__(self, block_hash: object) -> bool:
+    def __contains__(self, block_hash: BlockHash) -> bool:
         """Returns True when the block is committed. Pins nothing and is no hit."""
         return block_hash in self._used
 
@@ -353,7 +390,7 @@ class SlabIndex:
             return SlabSlotState.WRITING
         if slot in self._abandoned or slot in self._condemned:
             return SlabSlotState.QUARANTINED
-        return SlabSlotState.FREE if self._slots.hash_of[slot] is None else SlabSlotState.USED
+        return SlabSlotState.FREE if self._used.hash_at(slot) is None else SlabSlotState.USED
 
     def leases(self) -> tuple[ReadLease, ...]:
         """Returns the standing read leases, oldest first."""
@@ -378,7 +415,7 @@ class SlabIndex:
 
     def check_invariants(self) -> None:
         """Raises: AssertionError when the books do not agree with each other."""
-        books = (self._slots.free, self._used.values(), self._writing, self._abandoned, self._condemned)
+        books = (self._slots.free, self._used.slots(), self._writing, self._abandoned, self._condemned)
         everywhere = sorted(slot for book in books for slot in book)
         assert everywhere == list(range(self._total)), f"slots lost or held twice: {everywhere}"
         pins = [0] * self._total
@@ -389,10 +426,10 @@ class SlabIndex:
         assert all(pins[slot] == 0 for slot in self._slots.free), "a pinned slot is free"
         assert all(pins[slot] == 0 for book in (self._writing, self._abandoned) for slot in book), "pinned and writable"
         assert all(pins[slot] for slot in self._condemned), "condemned without a reader"
-        assert {h: self._slots.hash_of[s] for h, s in self._used.items()} == {h: h for h in self._used}, "hash of slot"
+        self._used.check_invariants()
         assert self._writing_hashes == {write.block_hash: slot for slot, write in self._writing.items()}, "writes"
-        assert not self._writing_hashes.keys() & self._used.keys(), "visible while it is written"
-        assert sorted(self._policy.victims()) == sorted(self._used.values()), "the policy lost or invented a slot"
+        assert not any(block_hash in self._used for block_hash in self._writing_hashes), "visible while it is written"
+        assert sorted(self._policy.victims()) == sorted(self._used.slots()), "the policy lost or invented a slot"
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -410,16 +447,13 @@ class SlabIndex:
         return slot
 
     def _remove(self, slot: int) -> None:
-        block_hash = self._slots.hash_of[slot]
+        block_hash = self._used.hash_at(slot)
         assert block_hash is not None, slot
         self._policy.on_remove(slot, block_hash)
-        del self._used[block_hash]
-        self._slots.hash_of[slot] = None
+        self._used.remove(slot)
 
     def _leased_block(self, slot: int) -> LeasedBlock:
-        start = slot * BLOCK_DIGEST_BYTES
-        digest = BlockDigest(bytes(self._slots.digests[start : start + BLOCK_DIGEST_BYTES]))
-        return LeasedBlock(slot, self._slots.generation[slot], digest)
+        return LeasedBlock(slot, self._slots.generation[slot], self._used.digest_at(slot))
 
     def _is_write_of(self, write: _Write, block_hash: BlockHash, slot: int, generation: int, writer: HolderId) -> bool:
         same_life = self._slots.generation[slot] == generation

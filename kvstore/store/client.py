@@ -23,8 +23,19 @@ from kvstore.net.channel import Channel, connect
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns
 from kvstore.store.copying import copy_block, zero_block
-from kvstore.store.messages import Attach, Attached, AttachRefused, StatAsk, StoreStat, ToClient, WritesEnded
+from kvstore.store.messages import (
+    Attach,
+    Attached,
+    AttachRefused,
+    ReportCorrupt,
+    SlotRef,
+    StatAsk,
+    StoreStat,
+    ToClient,
+    WritesEnded,
+)
 from kvstore.store.session import LeasedPrefix, StoreSession, WriteReservation
+from kvstore.store.shared_reader import CopyResult
 from kvstore.store.slab import Slab, open_slab
 
 logger = logging.getLogger(__name__)
@@ -58,14 +69,17 @@ class PutResult:
     """Not stored because the store was gone, too slow, or the reservation ran out."""
 
 
+LoadStop = Literal["end", "corrupt", "evicted", "lease_over", "deadline"]
+"""``end``: everything that matched was loaded. ``evicted``: a block left before it was copied."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """``num_loaded`` blocks are copied and verified, from the first one on without a gap."""
 
     num_loaded: int
     num_matched: int
-    stopped_by: Literal["end", "corrupt", "lease_over", "deadline"]
-    """``end``: everything that matched was loaded."""
+    stopped_by: LoadStop
 
 
 @dataclass(slots=True)
@@ -76,6 +90,7 @@ class ClientCounters:
     stored_blocks: int = 0
     corrupt_blocks: int = 0
     lease_over: int = 0
+    evicted_meanwhile: int = 0
     load_deadlines: int = 0
     connections: int = 0
     losses: int = 0
@@ -167,27 +182,70 @@ class StoreClient:
     ) -> LoadResult:
         """Copies the longest cached prefix of ``hashes`` to where ``into`` says, each block verified after its copy.
 
-        ``into(i)`` returns a writable buffer of ``block_bytes`` bytes for ``hashes[i]``. A block without its digest
-        is reported and ends the load there. No wrong byte stays: a buffer whose copy does not count is zeroed.
-        Modifies: the buffers that ``into`` returned.
+        Reads the slab without asking its node. ``into(i)`` returns a writable buffer of ``block_bytes`` bytes for
+        ``hashes[i]``. A block without its digest is reported and ends the load there. No wrong byte stays: a buffer
+        whose copy does not count is zeroed. Modifies: the buffers that ``into`` returned.
+        """
+        session = self._session
+        if session is None or not session.is_open:
+            return LoadResult(0, 0, "end")
+        end_ns = self._clock_ns() + int(deadline_s * 1e9)
+        num_matched = session.reader.prefix_blocks(hashes)
+        stopped_by: LoadStop = "end"
+        copied: list[SlotRef] = []
+        try:
+            for index in range(num_matched):
+                if index and self._clock_ns() >= end_ns:
+                    self.counters.load_deadlines += 1
+                    stopped_by = "deadline"
+                    break
+                stop, ref = self._copy_shared(session, hashes[index], into(index))
+                if ref is None:
+                    stopped_by = stop
+                    break
+                copied.append(ref)
+                await self._let_others_run(index)
+        finally:
+            session.touched(copied, num_missed=len(hashes) - len(copied))
+        return LoadResult(len(copied), num_matched, stopped_by)
+
+    def _copy_shared(
+        self, session: StoreSession, block_hash: BlockHash, destination: Any
+    ) -> tuple[LoadStop, SlotRef | None]:
+        """Copies one block; returns what was copied, or why nothing was."""
+        result, record = session.reader.copy(block_hash, destination)
+        if record is None:
+            self.counters.evicted_meanwhile += 1
+            return "evicted", None
+        ref = SlotRef(block_hash, record.slot, record.generation)
+        if result is CopyResult.COPIED:
+            self.counters.loaded_blocks += 1
+            return "end", ref
+        self.counters.corrupt_blocks += 1
+        session.send(ReportCorrupt(block=ref))
+        logger.error("store_block_corrupt hash=%s slot=%d", block_hash.hex(), record.slot)
+        return "corrupt", None
+
+    async def load_leased(
+        self, prefix: LeasedPrefix, into: Callable[[int], Any], *, deadline_s: float = 2.0
+    ) -> LoadResult:
+        """Like ``load_blocks``, of blocks that are pinned: none can be evicted before it is copied.
+
+        The lease stays the caller's. Modifies: the buffers that ``into`` returned.
         """
         end_ns = self._clock_ns() + int(deadline_s * 1e9)
-        prefix = await self.match(hashes)
-        if prefix is None:
-            return LoadResult(0, 0, "end")
-        with prefix:
-            for index in range(len(prefix)):
-                stopped_by = self._load_one(prefix, index, into(index))
-                if stopped_by is None and self._clock_ns() >= end_ns and index + 1 < len(prefix):
-                    self.counters.load_deadlines += 1
-                    return LoadResult(index + 1, len(prefix), "deadline")
-                if stopped_by is not None:
-                    return LoadResult(index, len(prefix), stopped_by)
-                self.counters.loaded_blocks += 1
-                await self._let_others_run(index)
-            return LoadResult(len(prefix), len(prefix), "end")
+        for index in range(len(prefix)):
+            if index and self._clock_ns() >= end_ns:
+                self.counters.load_deadlines += 1
+                return LoadResult(index, len(prefix), "deadline")
+            stopped_by = self._load_one(prefix, index, into(index))
+            if stopped_by is not None:
+                return LoadResult(index, len(prefix), stopped_by)
+            self.counters.loaded_blocks += 1
+            await self._let_others_run(index)
+        return LoadResult(len(prefix), len(prefix), "end")
 
-    def _load_one(self, prefix: LeasedPrefix, index: int, destination: Any) -> Literal["corrupt", "lease_over"] | None:
+    def _load_one(self, prefix: LeasedPrefix, index: int, destination: Any) -> LoadStop | None:
         copy_block(destination, prefix.view(index))
         # The copy is what will be used, so the copy is what is verified; and the lease is looked at afterwards,
         # because a slot that was reused during the copy proves nothing about the block in it.
@@ -204,6 +262,13 @@ class StoreClient:
             logger.error("store_block_corrupt index=%d", index)
             return "corrupt"
         return None
+
+    def exist(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        """Returns for each hash whether the slab of this host has its block now: a hint. No store, no block."""
+        session = self._session
+        if session is None or not session.is_open:
+            return [False] * len(hashes)
+        return session.reader.exist(hashes)
 
     async def put_blocks(self, blocks: Sequence[PutBlock | tuple[BlockHash, Any]]) -> PutResult:
         """Reserves slots, copies and commits, parents before leaves. The views must not change meanwhile."""

@@ -77,7 +77,7 @@ class StoreHost:
         )
         self._thread.start()
         try:
-            index = SlabIndex(self._num_blocks, policy=LruPolicy(self._num_blocks))
+            index = SlabIndex(self._num_blocks, policy=LruPolicy(self._num_blocks), table=self._slab.table)
             self._node = StoreNode(
                 self._slab, index, me=self._me, secret=self._secret, loop=self._loop, clock_ns=self._clock_ns
             )

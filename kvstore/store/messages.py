@@ -5,8 +5,8 @@ them to and from the slab themselves. Each request that has an answer carries a 
 repeats; numbers are the client's and mean nothing else. A lease exists only as the answer to an ask: the
 client counts its length from the moment it sent the ask, the node from the moment it answered.
 
-    client -> node   Attach, Match, ReleaseLease, ReserveBlocks, CommitBlocks, AbortBlocks, ReportCorrupt, WritesEnded,
-                     StatAsk
+    client -> node   Attach, Match, ReleaseLease, Touched, ReserveBlocks, CommitBlocks, AbortBlocks, ReportCorrupt,
+                     WritesEnded, StatAsk
     node -> client   Attached, AttachRefused, Matched, BlocksReserved, BlocksCommitted, StoreStat
 """
 
@@ -95,6 +95,15 @@ class ReleaseLease(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """Ends a read lease early. No answer; an unknown lease is ignored."""
 
     lease_id: Annotated[int, Meta(ge=0)]
+
+
+class Touched(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """What the client read without asking since it last said so. No answer."""
+
+    blocks: SlotRefs
+    """Copied blocks, oldest load first, within a load leaf first."""
+    num_missed: Annotated[int, Meta(ge=0)] = 0
+    """Blocks that were looked for and not there."""
 
 
 class ReserveBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -195,7 +204,16 @@ class StoreStat(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
 
 ToNode = (
-    Attach | Match | ReleaseLease | ReserveBlocks | CommitBlocks | AbortBlocks | ReportCorrupt | WritesEnded | StatAsk
+    Attach
+    | Match
+    | ReleaseLease
+    | Touched
+    | ReserveBlocks
+    | CommitBlocks
+    | AbortBlocks
+    | ReportCorrupt
+    | WritesEnded
+    | StatAsk
 )
 """What a store node accepts."""
 

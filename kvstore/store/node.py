@@ -44,6 +44,7 @@ from kvstore.store.messages import (
     StoreStat,
     ToClient,
     ToNode,
+    Touched,
     WritesEnded,
 )
 from kvstore.store.slab import Slab
@@ -235,6 +236,8 @@ class StoreNode:
                 return self._match(session, message)
             case ReleaseLease():
                 self._index.release(LeaseId(message.lease_id), reader=session.holder)
+            case Touched():
+                self._touched(message)
             case ReserveBlocks():
                 return self._reserve(session, message)
             case CommitBlocks():
@@ -265,6 +268,12 @@ class StoreNode:
         )
         blocks = tuple(MatchedBlock(block.slot, block.generation, block.digest) for block in found.blocks)
         return Matched(n=ask.n, lease_id=found.lease_id, blocks=blocks)
+
+    def _touched(self, message: Touched) -> None:
+        for ref in message.blocks:
+            self._check_slot(ref.slot)
+            self._index.touch(BlockHash(ref.block_hash), slot=ref.slot, generation=ref.generation)
+        self._index.missed(message.num_missed)
 
     def _reserve(self, session: _Session, ask: ReserveBlocks) -> BlocksReserved:
         now_ns = self._clock_ns()

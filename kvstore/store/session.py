@@ -22,6 +22,7 @@ from kvstore.errors import KopirError
 from kvstore.net.channel import Channel
 from kvstore.store.copying import copy_block
 from kvstore.store.messages import (
+    MAX_HASHES_PER_MESSAGE,
     AbortBlocks,
     BlocksCommitted,
     BlocksReserved,
@@ -33,11 +34,16 @@ from kvstore.store.messages import (
     ReportCorrupt,
     ReserveBlocks,
     SlotRef,
+    Touched,
     WrittenBlock,
 )
+from kvstore.store.shared_reader import SharedReader
 from kvstore.store.slab import Slab
 
 MAX_CALLS = 1024
+TOUCHES_PER_MESSAGE = 512
+TOUCH_DELAY_S = 0.02
+"""So long may the node's idea of what was used last be behind."""
 
 _Reply = TypeVar("_Reply")
 
@@ -53,10 +59,14 @@ class StoreSession:
 
     def __init__(self, channel: Channel, slab: Slab, *, clock_ns: Callable[[], int]) -> None:
         self.slab = slab
+        self.reader = SharedReader(slab)
         self.clock_ns = clock_ns
         self._channel = channel
         self._numbers = count(1)
         self._calls: dict[int, _Call] = {}
+        self._touched: list[SlotRef] = []
+        self._num_missed = 0
+        self._touch_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_open(self) -> bool:
@@ -75,6 +85,28 @@ class StoreSession:
             self._channel.abort()
             return False
         return True
+
+    def touched(self, blocks: Sequence[SlotRef], *, num_missed: int) -> None:
+        """Tells the node, together with what else is read soon, which blocks of one prefix were read without asking.
+
+        ``blocks``: parents before leaves.
+        """
+        self._touched += reversed(blocks)
+        self._num_missed += num_missed
+        if len(self._touched) >= TOUCHES_PER_MESSAGE:
+            self._send_touches()
+        elif self._touch_timer is None and (self._touched or self._num_missed):
+            self._touch_timer = asyncio.get_running_loop().call_later(TOUCH_DELAY_S, self._send_touches)
+
+    def _send_touches(self) -> None:
+        if self._touch_timer is not None:
+            self._touch_timer.cancel()
+            self._touch_timer = None
+        blocks, self._touched = self._touched, []
+        num_missed, self._num_missed = self._num_missed, 0
+        for start in range(0, max(1, len(blocks)), MAX_HASHES_PER_MESSAGE):
+            part = tuple(blocks[start : start + MAX_HASHES_PER_MESSAGE])
+            self.send(Touched(blocks=part, num_missed=0 if start else num_missed))
 
     async def call(
         self, make: Callable[[int], msgspec.Struct], reply: type[_Reply], *, deadline_s: float
@@ -112,6 +144,8 @@ class StoreSession:
                     self._undo(call.message, message)
         finally:
             self._channel.abort()
+            if self._touch_timer is not None:
+                self._touch_timer.cancel()
             for call in self._calls.values():
                 if not call.answer.done():
                     call.answer.set_result(None)

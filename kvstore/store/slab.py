@@ -1,8 +1,8 @@
 """The host slab: one file of shared memory, cut into block slots, mapped by every local process that uses it.
 
-Owns the file and its mapping; knows nothing of hashes or leases. The node creates the slab and unlinks it at its
-exit; workers only open it, so the death of a worker changes nothing. It is a plain file on the
-shared-memory file system (not ``multiprocessing.shared_memory``, whose resource tracker would unlink it with the
+Owns the file and its mapping; knows nothing of leases, and of hashes only where their table lies. The node creates the
+slab and unlinks it at its exit; workers only open it, so the death of a worker changes nothing. It is a plain file on
+the shared-memory file system (not ``multiprocessing.shared_memory``, whose resource tracker would unlink it with the
 first reader that ends). The node holds an exclusive lock on the file for its whole life: a slab that can be
 locked belongs to a dead node and is removed by the next node that starts (``remove_dead_slabs``). The kernel drops
 the lock with the process, whatever killed it, so no pid is compared.
@@ -10,7 +10,8 @@ the lock with the process, whatever killed it, so no pid is compared.
 Byte layout of the file:
 
     [0, 4096)                        header: MessagePack of ``SlabHeader`` behind a 4-byte little-endian length
-    [4096 + slot * stride, ...)      slot, ``block_bytes`` long; stride = block_bytes rounded up to 64
+    [4096, 4096 + table)             the ``SlotTable`` of the index, in whole pages; only the node writes it
+    [slots + slot * stride, ...)     slot, ``block_bytes`` long; stride = block_bytes rounded up to 64
 
 Every page is allocated at creation, so that a full machine is an error then and not a bus error in a worker later.
 """
@@ -30,13 +31,15 @@ import msgspec
 import psutil
 from msgspec import Meta, Struct
 
+from kvstore.core.slot_table import SlotTable, table_bytes
 from kvstore.errors import EnvironmentProblem, ProtocolError
 
 SHM_DIR = Path("/dev/shm")
 SLAB_PREFIX = "kopir-slab-"
-SLAB_VERSION = 1
+SLAB_VERSION = 2
 HEADER_BYTES = 4096
 SLOT_ALIGNMENT_BYTES = 64
+PAGE_BYTES = 4096
 MAX_SLAB_BYTES = 1 << 46
 
 _MAGIC = "kopir-slab"
@@ -65,6 +68,10 @@ class Slab:
         self._stride = slot_stride_bytes(header.block_bytes)
         self._mapping = mapping
         self._bytes = memoryview(mapping)
+        self._slots_start = _slots_start(header.num_blocks)
+        table_end = HEADER_BYTES + table_bytes(header.num_blocks)
+        self.table = SlotTable(header.num_blocks, self._bytes[HEADER_BYTES:table_end])
+        """Which block is in which slot. Written by the node's ``SlabIndex`` alone, read by everybody."""
         self._owner_fd = owner_fd
 
     @property
@@ -79,7 +86,7 @@ class Slab:
         """
         if not 0 <= slot < self.num_blocks:
             raise IndexError(f"slot {slot} of a slab with {self.num_blocks} slots")
-        start = HEADER_BYTES + slot * self._stride
+        start = self._slots_start + slot * self._stride
         return self._bytes[start : start + self.block_bytes]
 
     def close(self) -> None:
@@ -89,6 +96,7 @@ class Slab:
             os.close(self._owner_fd)
             self._owner_fd = None
         try:
+            self.table.close()
             self._bytes.release()
             self._mapping.close()
         except BufferError:
@@ -103,7 +111,11 @@ def slot_stride_bytes(block_bytes: int) -> int:
 
 def slab_file_bytes(block_bytes: int, num_blocks: int) -> int:
     """Returns the size of the file of a slab."""
-    return HEADER_BYTES + num_blocks * slot_stride_bytes(block_bytes)
+    return _slots_start(num_blocks) + num_blocks * slot_stride_bytes(block_bytes)
+
+
+def _slots_start(num_blocks: int) -> int:
+    return HEADER_BYTES + -(-table_bytes(num_blocks) // PAGE_BYTES) * PAGE_BYTES
 
 
 def create_slab(*, incarnation: str, block_bytes: int, num_blocks: int, shm_dir: Path = SHM_DIR) -> Slab:

@@ -128,7 +128,7 @@ def test_too_little_shared_memory_is_one_clear_line(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem) as caught:
         create_slab(incarnation="x", block_bytes=1 << 20, num_blocks=1 << 24, shm_dir=tmp_path)
     text = str(caught.value)
-    assert "store.host_bytes" in text and "16777216.0 MiB" in text and "lower store.host_bytes" in text
+    assert "store.host_bytes" in text and "16778368.0 MiB" in text and "lower store.host_bytes" in text
     assert "\n" not in text
     assert list(tmp_path.iterdir()) == []
 

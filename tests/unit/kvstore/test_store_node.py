@@ -406,11 +406,28 @@ class Clock:
         return boottime_ns() + self.added_ns
 
 
+async def test_a_load_stops_at_its_deadline(site: Site) -> None:
+    """Time passes while the second block is copied: it is the last one."""
+    site.start_host()
+    clock = Clock()
+    client = await site.client(clock_ns=clock)
+    await client.put_blocks(blocks(1, 2, 3))
+    buffers = [bytearray(BLOCK_BYTES) for _ in range(3)]
+
+    def into(index: int) -> bytearray:
+        clock.added_ns += 2_000_000_000 if index == 1 else 0
+        return buffers[index]
+
+    hashes = [block_hash_of(n) for n in (1, 2, 3)]
+    assert await client.load_blocks(hashes, into, deadline_s=1.0) == LoadResult(2, 3, "deadline")
+    assert buffers == [content(1, BLOCK_BYTES), content(2, BLOCK_BYTES), bytes(BLOCK_BYTES)]
+
+
 @pytest.mark.parametrize(
     ("step_ns", "expected"),
     [(2_000_000_000, LoadResult(2, 3, "deadline")), (10_000_000_000, LoadResult(1, 3, "lease_over"))],
 )
-async def test_a_load_stops_at_its_deadline_and_at_the_end_of_its_lease(
+async def test_a_leased_load_stops_at_its_deadline_and_at_the_end_of_its_lease(
     site: Site, step_ns: int, expected: LoadResult
 ) -> None:
     """Time passes while the second block is copied: a block copied after the lease does not count."""
@@ -425,7 +442,10 @@ async def test_a_load_stops_at_its_deadline_and_at_the_end_of_its_lease(
             clock.added_ns += step_ns
         return buffers[index]
 
-    assert await client.load_blocks([block_hash_of(n) for n in (1, 2, 3)], into, deadline_s=1.0) == expected
+    prefix = await client.match([block_hash_of(n) for n in (1, 2, 3)])
+    assert prefix is not None
+    with prefix:
+        assert await client.load_leased(prefix, into, deadline_s=1.0) == expected
     wanted = [content(n, BLOCK_BYTES) if n <= expected.num_loaded else bytes(BLOCK_BYTES) for n in (1, 2, 3)]
     assert buffers == wanted
 
@@ -454,8 +474,25 @@ async def test_a_put_that_fails_gives_its_slots_back(site: Site) -> None:
     assert (stat.used, stat.writing, stat.quarantined, stat.free) == (0, 0, 0, 16)
 
 
-async def test_a_cancelled_load_releases_its_lease(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request is cancelled while its blocks are copied: the pins go with it."""
+async def test_what_is_read_without_asking_counts_as_used(site: Site) -> None:
+    """The node learns hits and misses a moment later, and evicts the block that nobody read."""
+    site.start_host(num_blocks=2)
+    client = await site.client()
+    await client.put_blocks(blocks(1))
+    await client.put_blocks(blocks(2))
+    assert (await load(client, 1, 3))[0] == LoadResult(1, 1, "end")
+    stat = await until(client.stat, lambda stat: stat.counters["hit_blocks"] == 1)
+    assert stat.counters["missed_blocks"] == 1
+    assert await client.put_blocks(blocks(4)) == PutResult(stored=1)
+    assert client.exist([block_hash_of(n) for n in (1, 2, 4)]) == [True, False, True]
+    many = [block_hash_of(n) for n in range(100)]
+    assert [n for n, present in enumerate(client.exist(many)) if present] == [1, 4]
+
+
+async def test_a_cancelled_load_leaves_no_lease_and_tells_what_it_read(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is cancelled while its blocks are copied: nothing is pinned, and what was read counts as used."""
     site.start_host()
     client = await site.client()
     numbers = tuple(range(1, 9))
@@ -470,4 +507,5 @@ async def test_a_cancelled_load_releases_its_lease(site: Site, monkeypatch: pyte
     loading.append(asyncio.create_task(client.load_blocks(list(map(block_hash_of, numbers)), into)))
     with pytest.raises(asyncio.CancelledError):
         await loading[0]
-    await until(client.stat, lambda stat: stat.leases == 0 and stat.pinned == 0)
+    stat = await until(client.stat, lambda stat: stat.counters["hit_blocks"] >= 1)
+    assert (stat.leases, stat.pinned) == (0, 0)
