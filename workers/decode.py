@@ -37,11 +37,13 @@ from kvstore.core.messages import (
     StreamDelta,
     Ticket,
 )
+from kvstore.store.client import StoreClient
 from kvstore.transport.base import BlockReceive, TransferResult, Transport
 from workers.core.hand_off import HandOffState, HandOffTracker, Refusal
 from workers.core.waiting_line import WaitingLine
 from workers.decode_attempt import DecodeAttempt
-from workers.engine_loop import AttemptKey, DecodeSequence, EngineLoop, NewToken, end_reason
+from workers.engine_loop import AttemptKey, EngineLoop, NewToken, end_reason
+from workers.growth import Growth
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvPeer
 from workers.kv_pool import KvPool
@@ -72,6 +74,8 @@ class DecodeSide:
         engine: EngineLoop,
         clock_ns: Callable[[], int],
         post: Callable[..., None],
+        store: StoreClient | None = None,
+        fingerprint_digest: bytes | None = None,
     ) -> None:
         self._spec = spec
         self._pool = pool
@@ -97,15 +101,32 @@ class DecodeSide:
                 "reservations_expired",
                 "leases_expired",
                 "stale_messages",
+                "preemptions",
+                "resumed_loaded_tokens",
+                "resumed_computed_tokens",
             ),
             0,
+        )
+        self._num_arrived = 0
+        self._growth = Growth(
+            self._attempts,
+            pool=pool,
+            memory=memory,
+            engine=engine,
+            post=post,
+            on_freed=self._admit_waiting,
+            on_fault=self.on_engine_fault,
+            counters=self.counters,
+            store=store,
+            fingerprint_digest=fingerprint_digest,
         )
 
     # --- what the worker may ask --------------------------------------------------------------------------
 
     def load(self) -> tuple[int, int]:
-        """Returns (attempts that hold blocks, attempts that wait for blocks)."""
-        return len(self._attempts), len(self._waiting)
+        """Returns (attempts that hold blocks, attempts that wait for blocks, preempted ones included)."""
+        num_away = self._growth.num_away
+        return len(self._attempts) - num_away, len(self._waiting) + num_away
 
     def block_table(self, key: AttemptKey) -> tuple[int, ...] | None:
         """Returns the slots of an attempt that holds blocks here, or None."""
@@ -121,7 +142,7 @@ class DecodeSide:
             self._refuse(link, request, "duplicate", "this attempt was seen before")
             return
         self._remember(key)
-        num_blocks = self._blocks_needed(request)
+        num_blocks = self._growth.blocks_in_all(_num_tokens(request))
         if num_blocks > self._spec.pool_blocks:
             self._refuse(
                 link, request, "never_fits", f"needs {num_blocks} blocks, the pool has {self._spec.pool_blocks}"
@@ -134,6 +155,8 @@ class DecodeSide:
         if not self._waiting.join(key, (link, request), deadline_ns=deadline_ns):
             link.end(key)
             self._refuse(link, request, "no_capacity", f"{len(self._waiting)} attempts wait already")
+            return
+        self._admit_waiting()
 
     def on_cancel(self, link: IngressLink, cancel: Cancel) -> None:
         """Stops an attempt wherever it is; answers once the engine has dropped it. An unknown one is acknowledged."""
@@ -148,6 +171,10 @@ class DecodeSide:
 
     def on_credit(self, credit: Credit) -> None:
         """The ingress takes more tokens of a stream."""
+        attempt = self._attempts.get((credit.attempt_id, credit.epoch))
+        if attempt is not None:
+            attempt.max_index = max(attempt.max_index, credit.max_index)
+            self._growth.on_credit()
         self._engine.set_credit((credit.attempt_id, credit.epoch), credit.max_index)
 
     def on_lease_expired(self, keys: Sequence[AttemptKey]) -> None:
@@ -222,6 +249,8 @@ class DecodeSide:
         attempt = self._attempts.get((message.attempt_id, message.epoch))
         if attempt is None:
             return False
+        for block in attempt.tracker.blocks:
+            self._pool.landed(AttemptId(attempt.key[0]), attempt.key[1], slot=block.slot, generation=block.generation)
         self._begin_decode(attempt, message)
         return True
 
@@ -231,6 +260,7 @@ class DecodeSide:
         """Publishes one decode step: one frame per ingress, each stream only under a valid lease."""
         frames: dict[IngressLink, list[StreamDelta]] = {}
         ended: list[DecodeAttempt] = []
+        running: list[DecodeAttempt] = []
         for token in tokens:
             attempt = self._attempts.get(token.key)
             if attempt is None:
@@ -240,11 +270,17 @@ class DecodeSide:
             frames.setdefault(attempt.link, []).append(attempt.delta(token))
             if token.end is not None:
                 attempt.ended = True
+                self._growth.left(attempt)
                 ended.append(attempt)
+            else:
+                running.append(attempt)
         for link, deltas in frames.items():
             self._publish(link, deltas)
         for attempt in ended:
             self._release_if_done(attempt)
+        for attempt in running:
+            if self._attempts.get(attempt.key) is attempt:
+                self._growth.on_token(attempt)
 
     def on_engine_fault(self, keys: list[AttemptKey], error: Exception) -> None:
         """The engine failed under these attempts."""
@@ -303,15 +339,10 @@ class DecodeSide:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _blocks_needed(self, request: Reserve) -> int:
-        # The last token is sampled, never run through the model, so it needs no place.
-        num_tokens = len(request.spec.prompt_token_ids) + request.spec.max_tokens - 1
-        return -(-num_tokens // self._spec.block_tokens)
-
     def _try_reserve(self, entry: tuple[IngressLink, Reserve]) -> bool:
         link, request = entry
-        num_blocks = self._blocks_needed(request)
-        if len(self._attempts) >= self._spec.max_num_seqs or self._pool.counts().free < num_blocks:
+        num_blocks = self._growth.blocks_at_first(_num_tokens(request))
+        if len(self._attempts) >= self._spec.max_num_seqs or not self._growth.may_admit(num_blocks):
             return False
         attempt = self._reserve(link, request, num_blocks)
         ticket = Ticket(
@@ -328,7 +359,7 @@ class DecodeSide:
         return True
 
     def _reserve(self, link: IngressLink, request: Reserve, num_blocks: int) -> DecodeAttempt:
-        """Takes the blocks of the whole answer at once, so that a running stream never runs out of them."""
+        """Takes the prompt's blocks, which prefill writes, and room for the next token; the stream grows from there."""
         attempt_id, epoch = AttemptId(request.attempt_id), request.epoch
         deadline_ns = self._clock_ns() + request.reservation_ms * 1_000_000
         num_prompt_blocks = -(-len(request.spec.prompt_token_ids) // self._spec.block_tokens)
@@ -336,11 +367,21 @@ class DecodeSide:
         rest = self._pool.extend(attempt_id, epoch, num_blocks=num_blocks - num_prompt_blocks)
         assert isinstance(prompt, Reservation) and isinstance(rest, Reservation), (prompt, rest)
         slots = tuple(block.slot for block in (*prompt.blocks, *rest.blocks))
-        attempt = DecodeAttempt(request, link, slots, HandOffTracker(prompt.blocks))
+        self._num_arrived += 1
+        attempt = DecodeAttempt(
+            request,
+            link,
+            slots,
+            HandOffTracker(prompt.blocks),
+            arrival=self._num_arrived,
+            max_index=self._spec.max_stream_backlog_tokens,
+        )
         self._attempts[attempt.key] = attempt
+        self._growth.joined(attempt)
         return attempt
 
     def _admit_waiting(self) -> None:
+        self._growth.serve()
         self._waiting.admit(self._try_reserve)
 
     def _current(self, peer: KvPeer, attempt_id: str, epoch: int) -> DecodeAttempt | None:
@@ -411,15 +452,8 @@ class DecodeSide:
         spec = attempt.request.spec
         end = end_reason(spec, hand_off.first_token_id, 1)
         if end is None:
-            self._engine.add_sequence(
-                DecodeSequence(
-                    key=attempt.key,
-                    spec=spec,
-                    block_table=attempt.slots,
-                    output_token_ids=[hand_off.first_token_id],
-                    max_index=self._spec.max_stream_backlog_tokens,
-                )
-            )
+            attempt.num_generated = 1
+            self._growth.begin(attempt, [hand_off.first_token_id])
         self.on_tokens([NewToken(attempt.key, 0, hand_off.first_token_id, hand_off.logprobs, end)])
 
     def _publish(self, link: IngressLink, deltas: list[StreamDelta]) -> None:
@@ -464,7 +498,7 @@ class DecodeSide:
                 then(max(num_computed, attempt.num_generated))
 
         if attempt.decoding:
-            self._engine.remove(attempt.key, lambda num: self._post(stopped, num))
+            self._growth.stop(attempt, stopped)
         else:
             stopped(0)
 
@@ -488,6 +522,7 @@ class DecodeSide:
     def _give_back(self, attempt: DecodeAttempt) -> None:
         """Frees an attempt's blocks; those that a transfer may still write are quarantined."""
         attempt.link.end(attempt.key)
+        self._growth.left(attempt)
         self._pool.release(
             AttemptId(attempt.key[0]),
             attempt.key[1],
@@ -503,3 +538,8 @@ class DecodeSide:
         self._seen[key] = None
         if len(self._seen) > SEEN_ATTEMPTS_MAX:
             self._seen.popitem(last=False)
+
+
+def _num_tokens(request: Reserve) -> tuple[int, int]:
+    """Returns (prompt tokens, most tokens to generate)."""
+    return len(request.spec.prompt_token_ids), request.spec.max_tokens

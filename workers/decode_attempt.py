@@ -18,8 +18,14 @@ class DecodeAttempt:
     request: Reserve
     link: IngressLink
     slots: tuple[int, ...]
-    """Block table: the prompt's blocks, then those for the tokens to come."""
+    """Block table: the prompt's blocks, then those of generated tokens. Empty while the stream is preempted."""
     tracker: HandOffTracker
+    arrival: int = 0
+    """Its place in the order of arrival: a smaller number is older."""
+    max_index: int = 0
+    """Credit: token indexes below it may be computed."""
+    output_token_ids: list[int] = field(default_factory=list)
+    """What a preempted stream had generated; the engine's own while it runs."""
     peer: KvPeer | None = None
     decoding: bool = False
     num_generated: int = 0
@@ -29,6 +35,10 @@ class DecodeAttempt:
     @property
     def key(self) -> AttemptKey:
         return self.request.attempt_id, self.request.epoch
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.spec.prompt_token_ids)
 
     def delta(self, token: NewToken) -> StreamDelta:
         """Returns one token of this attempt as it travels to the ingress."""

@@ -238,6 +238,7 @@ class PrefillSide:
         deadline_ns = self._clock_ns() + int(BLOCKS_DEADLINE_S * 1e9)
         if not self._line.join(job.key, (job, ready), deadline_ns=deadline_ns):
             raise PrefillFailed(f"{len(self._line)} prompts wait for blocks already")
+        self._admit_waiting()
         try:
             async with asyncio.timeout(BLOCKS_DEADLINE_S):
                 await ready

@@ -178,7 +178,7 @@ class Worker:
             "post": self._links.call,
         }
         if spec.role != "prefill":
-            self._decode = DecodeSide(spec, **parts)
+            self._decode = DecodeSide(spec, **parts, store=self._store, fingerprint_digest=self._fingerprint.digest())
         if spec.role != "decode":
             self._prefill = PrefillSide(
                 spec,

@@ -6,7 +6,7 @@ never waits: time enters as ``now_ns`` and ``deadline_ns`` of one clock, the cal
 Life cycle of a slot:
 
     free ──reserve──> reserved ──landed──> owned ──release──> free
-    free ──allocate / extend─────────────> owned
+    free ──allocate / extend─────────────> owned ──vacate──> free
     reserved, owned ──release or expire while a peer may still touch it──> quarantined
     quarantined ──writer_done | peer_dead──> free
 
@@ -249,6 +249,20 @@ class BlockPool:
             owned_reason=QuarantineReason.RELEASED_WHILE_READ if reader_may_still_read else None,
         )
         return True
+
+    def vacate(self, attempt_id: AttemptId, epoch: int) -> int:
+        """Takes all slots from an attempt that goes on: it may be extended again. Returns how many are free now.
+
+        Every slot must be owned, and no peer may be able to touch one. 0 for a stale attempt.
+        """
+        attempt = self._current(attempt_id, epoch)
+        if attempt is None:
+            return 0
+        assert attempt.num_reserved == 0, f"{attempt_id}: {attempt.num_reserved} slots have not landed"
+        slots, attempt.slots = attempt.slots, []
+        for slot in slots:
+            self._set_free(slot)
+        return len(slots)
 
     def expire(self, now_ns: int) -> tuple[tuple[AttemptId, int], ...]:
         """Ends every attempt whose deadline has come while a slot has not landed; returns them.

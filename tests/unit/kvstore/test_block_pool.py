@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -397,3 +398,30 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestPoolAgainstModel = PoolMachine.TestCase
+
+
+def test_a_vacated_attempt_goes_on_without_slots() -> None:
+    """Preemption: all slots are free, the attempt stays, and gets new lives of slots later."""
+    pool = BlockPool(4)
+    first = pool.reserve(A, 1, num_blocks=2, deadline_ns=None)
+    assert isinstance(first, Reservation)
+    for block in first.blocks:
+        assert pool.landed(A, 1, slot=block.slot, generation=block.generation)
+    assert pool.vacate(A, 1) == 2
+    pool.check_invariants()
+    assert pool.counts().free == 4
+    assert not pool.is_current(first.blocks[0].slot, first.blocks[0].generation)
+    again = pool.extend(A, 1, num_blocks=3)
+    assert isinstance(again, Reservation)
+    assert pool.blocks_of(A, 1) == tuple(block.slot for block in again.blocks)
+    assert pool.release(A, 1, now_ns=0)
+    pool.check_invariants()
+    assert pool.vacate(A, 1) == 0, "stale"
+
+
+def test_slots_that_have_not_landed_cannot_be_vacated() -> None:
+    """A peer may still write there."""
+    pool = BlockPool(4)
+    pool.reserve(A, 1, num_blocks=2, deadline_ns=None)
+    with pytest.raises(AssertionError, match="have not landed"):
+        pool.vacate(A, 1)

@@ -1,4 +1,4 @@
-"""The waiting line: bounded, first come first served, exact keys."""
+"""The waiting line: bounded, first come first served within bounds, exact keys."""
 
 from __future__ import annotations
 
@@ -12,17 +12,31 @@ def make_line(*names: str, limit: int = 8) -> WaitingLine[str]:
     return line
 
 
-def test_head_is_never_overtaken() -> None:
-    """A head that does not fit stops the line; nobody behind it is offered."""
-    line = make_line("big", "small")
+def test_one_that_does_not_fit_lets_others_pass() -> None:
+    """F75: the head waits for room, those behind it that fit go on."""
+    line = make_line("big", "small", "big too", "tiny")
+    assert line.admit(lambda entry: not entry.startswith("big")) == 2
+    assert line.expire(1000) == ["big", "big too"]
+
+
+def test_it_is_overtaken_only_so_many_times() -> None:
+    """No starvation: after the bound nobody behind it is offered, until it fits."""
+    line = make_line("big", limit=100)
+    line.overtakes_max = 3
+    for number in range(5):
+        assert line.join((f"small-{number}", 1), f"small-{number}", deadline_ns=1)
     offered: list[str] = []
 
-    def refuse(entry: str) -> bool:
+    def only_small(entry: str) -> bool:
         offered.append(entry)
-        return False
+        return entry != "big"
 
-    assert line.admit(refuse) == 0
-    assert (offered, len(line)) == (["big"], 2)
+    assert line.admit(only_small) == 3
+    assert offered == ["big", "small-0", "small-1", "small-2"]
+    offered.clear()
+    assert line.admit(only_small) == 0
+    assert offered == ["big"]
+    assert line.admit(lambda _: True) == 3
 
 
 def test_admit_goes_on_until_one_does_not_fit() -> None:
