@@ -21,8 +21,10 @@ from typing import Literal
 from torch import Tensor
 
 from kvstore.core.messages import GenerationSpec, TokenLogprobs
+from kvstore.errors import FatalError
 from workers.core.scheduler import Piece, Scheduler, SchedulerLimits, StepPlan
 from workers.engine import Engine, SeqChunk
+from workers.guide import Guide, GuideFactory
 from workers.sampling import sample
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,8 @@ class _State:
     scheduler: Scheduler
     jobs: dict[AttemptKey, PrefillJob] = field(default_factory=dict)
     sequences: dict[AttemptKey, DecodeSequence] = field(default_factory=dict)
+    guides: dict[AttemptKey, Guide] = field(default_factory=dict)
+    """Of sequences with a grammar, once they have chosen a token here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,10 @@ class EngineLoop:
         clock_ns: Callable[[], int],
         on_tokens: Callable[[list[NewToken]], None],
         on_decode_fault: Callable[[list[AttemptKey], Exception], None],
+        guides: GuideFactory | None = None,
     ) -> None:
         self._engine = engine
+        self._guides = guides
         self._block_tokens = engine.limits.block_tokens
         self._clock_ns = clock_ns
         self._on_tokens = on_tokens
@@ -243,6 +249,7 @@ class EngineLoop:
         state = self._state
         state.scheduler.remove(key)
         state.jobs.pop(key, None)
+        state.guides.pop(key, None)
         return state.sequences.pop(key, None)
 
     def _run_step(self, plan: StepPlan) -> None:
@@ -283,17 +290,35 @@ class EngineLoop:
 
     def _stream_part(self, stream: DecodeSequence) -> tuple[SeqChunk, Choose]:
         chunk = SeqChunk((stream.output_token_ids[-1],), stream.position, stream.block_table)
-        return chunk, lambda row: self._choose(row, stream.spec, stream.output_token_ids)
+        return chunk, lambda row: self._choose(row, stream.key, stream.spec, stream.output_token_ids)
 
     def _piece_part(self, piece: Piece) -> tuple[SeqChunk, Choose]:
         job = self._state.jobs[piece.key]
         wants_token = piece.is_last and not job.resumed_output
         chunk = SeqChunk(job.token_ids[piece.start : piece.stop], piece.start, job.block_table, wants_token)
-        return chunk, lambda row: self._choose(row, job.spec, ())
+        return chunk, lambda row: self._choose(row, job.key, job.spec, ())
 
-    def _choose(self, row: Tensor, spec: GenerationSpec, output: Sequence[int]) -> tuple[int, TokenLogprobs | None]:
+    def _choose(
+        self, row: Tensor, key: AttemptKey, spec: GenerationSpec, output: Sequence[int]
+    ) -> tuple[int, TokenLogprobs | None]:
         position = len(spec.prompt_token_ids) + len(output)
-        return sample(row, spec.sampling, position, output, prompt_token_ids=spec.prompt_token_ids)
+        guide = self._guide(key, spec, output)
+        allowed = guide.allowed() if guide is not None else None
+        token = sample(row, spec.sampling, position, output, prompt_token_ids=spec.prompt_token_ids, allowed=allowed)
+        if guide is not None and token[0] not in spec.stop_token_ids:
+            guide.consume(token[:1])
+        return token
+
+    def _guide(self, key: AttemptKey, spec: GenerationSpec, output: Sequence[int]) -> Guide | None:
+        """Returns the grammar's state behind ``output``, rebuilt when the sequence is new here."""
+        if spec.grammar is None:
+            return None
+        guide = self._state.guides.get(key)
+        if guide is None:
+            if self._guides is None:
+                raise FatalError("this worker cannot follow grammars")
+            guide = self._state.guides[key] = self._guides.guide(spec.grammar, output)
+        return guide
 
     def _finish_streams(self, streams: list[DecodeSequence], results: list[_Sampled]) -> None:
         tokens = []

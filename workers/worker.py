@@ -19,6 +19,7 @@ from kvstore.core.messages import (
     BlocksPosted,
     Cancel,
     Credit,
+    Grammar,
     HandOff,
     HandOffDone,
     Prefill,
@@ -28,6 +29,7 @@ from kvstore.core.messages import (
     Status,
     StatusAsk,
 )
+from kvstore.errors import KopirError
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns, host_identity
 from kvstore.store.client import StoreClient
@@ -35,6 +37,7 @@ from kvstore.transport.base import Transport
 from workers.decode import DecodeSide
 from workers.engine import Engine
 from workers.engine_loop import AttemptKey, EngineLoop, NewToken
+from workers.guide import GuideFactory
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvIdentity, KvListener, KvPeer
 from workers.kv_pool import KvPool
@@ -92,12 +95,14 @@ class Worker:
         numerics = probe(model, block_tokens=spec.block_tokens, dtype=spec.dtype, threads=spec.threads)
         self._fingerprint = make_fingerprint(model.config, layout, digests=model_digests(folder), numerics=numerics)
         self._transport = _make_transport(spec)
+        self._guides = GuideFactory(folder, model.config.vocab_size)
         self._engine = EngineLoop(
             engine,
             chunk_tokens=spec.chunk_tokens,
             clock_ns=boottime_ns,
             on_tokens=lambda tokens: self._links.call(self._on_tokens, tokens),
             on_decode_fault=lambda keys, error: self._links.call(self._on_engine_fault, keys, error),
+            guides=self._guides,
         )
         self._engine.start()
         kv_host, kv_port = self._links.run(self._open(), deadline_s=CALL_DEADLINE_S)
@@ -245,6 +250,9 @@ class Worker:
         await self._store.close()
 
     def _on_ingress_message(self, link: IngressLink, message: Any) -> None:
+        if isinstance(message, Reserve | Prefill) and message.spec.grammar is not None:
+            # Compiled on a thread while the prompt is on its way; a failure shows when the first token is chosen.
+            asyncio.get_running_loop().run_in_executor(None, _prepare, self._guides, message.spec.grammar)
         match message:
             case Reserve() if self._decode is not None:
                 self._decode.on_reserve(link, message)
@@ -373,6 +381,13 @@ class Worker:
             leases=sum(link.num_leases for link, _ in self._ingresses.values()),
             counters=counters,
         )
+
+
+def _prepare(guides: GuideFactory, grammar: Grammar) -> None:
+    try:
+        guides.prepare(grammar)
+    except KopirError as error:
+        logger.warning("grammar_unusable error=%s", error)
 
 
 def _make_transport(spec: WorkerSpec) -> Transport:

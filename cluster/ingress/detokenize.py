@@ -33,6 +33,7 @@ class TokenTable:
         """``text_bytes[id]`` is empty for special tokens, whose names are in ``special``."""
         self._text_bytes = tuple(text_bytes)
         self._special = dict(special)
+        self.special_names = frozenset(special.values())
         self.longest_token_bytes = max((len(piece) for piece in self._text_bytes), default=1)
 
     def __len__(self) -> int:

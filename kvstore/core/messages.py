@@ -24,6 +24,7 @@ WIRE_VERSION = 1
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_BLOCKS_PER_MESSAGE = 1 << 16
 MAX_STREAMS_PER_FRAME = 4096
+MAX_GRAMMAR_CHARS = 1 << 18
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -61,6 +62,14 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """None: no logprobs. 0: the chosen token's only. n: also the n best."""
 
 
+class Grammar(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an answer may look like, in the text form of the grammar library (Lark, or JSON around a JSON schema)."""
+
+    text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+    eos_token_id: TokenId
+    """The token that ends an answer; it is let through only where the grammar is fulfilled."""
+
+
 class GenerationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a worker needs to run one request; identical for every attempt of that request."""
 
@@ -69,6 +78,7 @@ class GenerationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stop_token_ids: tuple[TokenId, ...] = ()
     """End-of-sequence ids included. The stop token itself is counted but never part of the text."""
     sampling: SamplingParams = SamplingParams()
+    grammar: Grammar | None = None
     tenant_salt: bytes = b""
 
 

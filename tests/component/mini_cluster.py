@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.config import load
@@ -22,6 +23,7 @@ from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns, host_identity, new_incarnation
 from kvstore.store.host import StoreHost
 from workers.engine import Engine
+from workers.guide import GuideFactory
 from workers.kv_pool import KvPool
 from workers.model.decoder import load_decoder
 from workers.sampling import sample
@@ -59,7 +61,19 @@ def write_tiny_model(folder: Path) -> Path:
         for parameter in model.parameters():
             parameter.mul_(4.0)
     model.save_pretrained(folder)
+    tiny_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """One token for each printable ASCII character and the newline, from id 3 on; 0 to 2 are control tokens."""
+    chars = ["▁" if char == " " else char for char in map(chr, range(32, 127))]
+    vocab = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", *chars, "<0x0A>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
 
 
 class MiniCluster:
@@ -205,13 +219,18 @@ class MiniCluster:
     def golden(self, spec: GenerationSpec) -> list[int]:
         """Returns the tokens of a plain run of the engine in this thread: no cache, no batch, no hand-off."""
         tokens: list[int] = []
+        guide = None if spec.grammar is None else GuideFactory(self.model, VOCAB).guide(spec.grammar, ())
         table = range(MAX_LEN // BLOCK_TOKENS)
         logits = [step.logits for step in self.engine.prefill(spec.prompt_token_ids, table)][-1]
         position = len(spec.prompt_token_ids)
         while True:
-            tokens.append(sample(logits, spec.sampling, position, tokens, prompt_token_ids=spec.prompt_token_ids)[0])
+            allowed = guide.allowed() if guide is not None else None
+            prompt = spec.prompt_token_ids
+            tokens.append(sample(logits, spec.sampling, position, tokens, prompt_token_ids=prompt, allowed=allowed)[0])
             if tokens[-1] in spec.stop_token_ids or len(tokens) >= spec.max_tokens:
                 return tokens
+            if guide is not None:
+                guide.consume(tokens[-1:])
             logits = self.engine.decode_step([(tokens[-1], position, table)])[0]
             position += 1
 

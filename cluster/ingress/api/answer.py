@@ -12,9 +12,11 @@ Exactly one ending: finished, an error status, one error event, or silence to a 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 from cluster.ingress.api.backend import CancelReason, Ended, Interrupted, Restarted, TokenBatch
@@ -48,7 +50,10 @@ class Answer(ABC):
         self._label = label
         self._tenant = tenant
         self._arrived_s = arrived_s
-        self._choices = [Choice(index, plan, services.tokenizer.table) for index in range(plan.num_choices)]
+        self._choices = [
+            Choice(index, plan, services.tokenizer.table, call_ids=partial(_call_id, request_id, index))
+            for index in range(plan.num_choices)
+        ]
         self._started = False
         """The first byte went out, or is about to."""
         backend = services.backend
@@ -172,14 +177,15 @@ class Answer(ABC):
     async def _advance(self, send: Send, choice: Choice, event: TokenBatch | Ended) -> bool:
         """Shows what a choice has now; returns True when that was its last."""
         if isinstance(event, Ended):
-            piece, choice.finish = choice.end(), event.finish
+            piece = choice.end(event.finish)
         else:
             piece = choice.take(event)
             if not choice.is_stopped:
                 await self._piece(send, choice, piece)
                 return False
             await choice.started.finish_stop()
-            choice.finish = "stop"
+            rest = choice.end("stop")
+            piece = Piece(piece.text + rest.text, piece.calls + rest.calls)
         await self._finish(send, choice, piece)
         choice.is_over = True
         return True
@@ -244,6 +250,11 @@ class Answer(ABC):
 def request_id_of_choice(request_id: str, index: int) -> str:
     """Returns the id under which a choice is journalled: the request's own for the first."""
     return f"{request_id}-{index}" if index else request_id
+
+
+def _call_id(request_id: str, index: int, number: int) -> str:
+    """Names a tool call: the same for every attempt of a request."""
+    return "call_" + hashlib.blake2b(f"{request_id}:{index}:{number}".encode(), digest_size=12).hexdigest()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from typing import Literal
 
 from cluster.ingress.api.backend import Generation, GenerationEvent, TokenBatch
 from cluster.ingress.api.errors import ApiError
 from cluster.ingress.api.plan import AnswerPlan
 from cluster.ingress.api.shapes import ScoredToken
 from cluster.ingress.api.text import AnswerText
+from cluster.ingress.api.tool_format import ToolCallParser
 from cluster.ingress.api.wire import FinishReason, Piece
 from cluster.ingress.detokenize import TokenTable
 from kvstore.errors import ProtocolError
@@ -22,7 +25,8 @@ from kvstore.errors import ProtocolError
 class Choice:
     """One answer while it runs. ``generation`` is set once it was submitted."""
 
-    def __init__(self, index: int, plan: AnswerPlan, table: TokenTable) -> None:
+    def __init__(self, index: int, plan: AnswerPlan, table: TokenTable, *, call_ids: Callable[[int], str]) -> None:
+        """``call_ids(n)`` names the n-th tool call of this choice."""
         self.index = index
         self.generation: Generation | None = None
         self.finish: FinishReason | None = None
@@ -33,7 +37,11 @@ class Choice:
         """Its boundary is crossed: nothing of it may be repeated."""
         self._plan = plan
         self._table = table
+        self._call_ids = call_ids
         self._text = self._fresh_text()
+        self._parser = self._fresh_parser()
+        self._num_shown = 0
+        """Tokens delivered when the parser last held nothing back."""
         self._scored: deque[ScoredToken] = deque()
         self._num_scored = 0
         """Tokens whose logprobs were given out."""
@@ -57,7 +65,7 @@ class Choice:
     @property
     def num_delivered(self) -> int:
         """Leading tokens whose text was given out whole."""
-        return self._text.num_delivered
+        return self._text.num_delivered if self._parser is None else self._num_shown
 
     def take(self, batch: TokenBatch) -> Piece:
         """Takes the next tokens in; returns what may be shown now.
@@ -72,15 +80,30 @@ class Choice:
         if batch.logprobs is not None and self._plan.num_logprobs is not None:
             num_visible = self._text.num_visible_tokens - visible_before
             self._scored.extend(zip(batch.token_ids[:num_visible], batch.logprobs[:num_visible], strict=True))
-        return Piece(text)
+        return self._parsed(text)
 
-    def end(self) -> Piece:
-        """The generation is complete: returns what was held back."""
-        return Piece(self._text.finish())
+    def end(self, reason: Literal["stop", "length"]) -> Piece:
+        """The generation is complete: returns what was held back. Modifies: ``finish``."""
+        piece = self._parsed(self._text.finish())
+        if self._parser is not None:
+            rest = self._parser.finish()
+            piece = Piece(piece.text + rest.text, piece.calls)
+            self._num_shown = self._text.num_delivered
+        has_calls = self._parser is not None and self._parser.num_complete > 0
+        self.finish = "tool_calls" if has_calls and reason == "stop" else reason
+        return piece
+
+    def _parsed(self, text: str) -> Piece:
+        if self._parser is None:
+            return Piece(text)
+        piece = self._parser.push(text)
+        if not self._parser.holds_text:
+            self._num_shown = self._text.num_delivered
+        return piece
 
     def take_scored(self) -> list[ScoredToken]:
         """Returns the logprobs of tokens whose text is out, once each."""
-        num_due = min(self._text.num_delivered, self._text.num_visible_tokens) - self._num_scored
+        num_due = min(self.num_delivered, self._text.num_visible_tokens) - self._num_scored
         due = [self._scored.popleft() for _ in range(min(num_due, len(self._scored)))]
         self._num_scored += len(due)
         return due
@@ -99,9 +122,15 @@ class Choice:
         if self.is_marked:
             raise ProtocolError("an attempt was repeated after the first delta")
         num_void = self._text.num_tokens
-        self._text = self._fresh_text()
+        self._text, self._parser, self._num_shown = self._fresh_text(), self._fresh_parser(), 0
         self._scored.clear()
         return num_void
+
+    def _fresh_parser(self) -> ToolCallParser | None:
+        if self._plan.tools is None:
+            return None
+        names = [function.name for function in self._plan.tools.functions]
+        return ToolCallParser(self._plan.tool_format, names, make_id=self._call_ids)
 
     def _fresh_text(self) -> AnswerText:
         return AnswerText(self._table, stop_token_ids=frozenset(self._plan.spec.stop_token_ids), stops=self._plan.stops)

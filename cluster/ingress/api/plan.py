@@ -12,10 +12,19 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from cluster.ingress.api.conversation import plain_message, plain_tool, tool_rules
 from cluster.ingress.api.errors import InvalidRequest, NotFound, echo
-from cluster.ingress.api.schema import ChatRequest, CompletionRequest, GenerationRequest, Message, TextPart
+from cluster.ingress.api.grammar import ToolRules, any_json_object, checked, json_schema, tool_calls
+from cluster.ingress.api.schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+)
 from cluster.ingress.api.tokenizer import TokenizerBundle
-from kvstore.core.messages import GenerationSpec, SamplingParams
+from cluster.ingress.api.tool_format import TAGGED, ToolFormat
+from kvstore.core.messages import GenerationSpec, Grammar, SamplingParams
 
 DEFAULT_TEMPERATURE = 1.0
 LOWEST_TEMPERATURE = 1e-5
@@ -43,6 +52,9 @@ class AnswerPlan(Struct, frozen=True, kw_only=True):
     num_logprobs: int | None
     """As in ``SamplingParams``."""
     num_choices: int = 1
+    tools: ToolRules | None = None
+    """None: the answer is text, whatever it looks like."""
+    tool_format: ToolFormat = TAGGED
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -70,10 +82,48 @@ class Planner:
         self._check_model(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs to be true.", param="top_logprobs")
-        text = self._tokenizer.render([_message(message) for message in request.messages])
+        rules = tool_rules(request)
+        form = self._tokenizer.tool_format
+        if request.tools and form is None:
+            message = "tools: the way in which this model's template writes tool calls is not supported."
+            raise InvalidRequest(message, param="tools", code="unsupported_parameter")
+        messages = [plain_message(message, index) for index, message in enumerate(request.messages)]
+        # With tool_choice "none" the model still sees the tools: earlier calls make sense to it.
+        tools = [plain_tool(tool) for tool in request.tools or ()]
+        text = self._tokenizer.render(messages, tools)
         token_ids = await self._encode(text, param="messages", add_special_tokens=False)
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._plan("chat", request, token_ids, num_logprobs)
+        grammar = await self._grammar(request, rules, form)
+        plan = self._plan("chat", request, token_ids, num_logprobs, grammar)
+        if rules is None or form is None:
+            return plan
+        return msgspec.structs.replace(plan, tools=rules, tool_format=form)
+
+    async def _grammar(self, request: ChatRequest, rules: ToolRules | None, form: ToolFormat | None) -> Grammar | None:
+        """Returns what binds the answer; tools, when they may be called, come before the response format."""
+        match request.response_format:
+            case JsonObjectFormat():
+                text, param = any_json_object(), "response_format"
+            case JsonSchemaFormat(json_schema=wanted):
+                param = "response_format.json_schema.schema"
+                if wanted.schema is None:
+                    raise InvalidRequest(f"{param}: this field is required.", param=param)
+                text = json_schema(wanted.schema)
+            case _:
+                text, param = "", ""
+        if rules is not None and form is not None:
+            if text:
+                message = "response_format: cannot be combined with tools that may be called."
+                raise InvalidRequest(message, param="response_format")
+            text, param = tool_calls(rules, form), "tools"
+        if not text:
+            return None
+        if request.ignore_eos:
+            raise InvalidRequest(f"ignore_eos: cannot be combined with {param.split('.')[0]}.", param="ignore_eos")
+        if not self._tokenizer.eos_token_ids:
+            message = f"{param}: this model has no end token, so no grammar can end."
+            raise InvalidRequest(message, param=param.split(".")[0], code="unsupported_parameter")
+        return Grammar(text=await checked(text, param=param), eos_token_id=self._tokenizer.eos_token_ids[0])
 
     async def completion(self, request: CompletionRequest) -> AnswerPlan:
         """Raises: InvalidRequest, NotFound."""
@@ -104,6 +154,7 @@ class Planner:
         request: ChatRequest | CompletionRequest,
         token_ids: Sequence[int],
         num_logprobs: int | None,
+        grammar: Grammar | None = None,
     ) -> AnswerPlan:
         self._check_prompt(token_ids, "messages" if kind == "chat" else "prompt")
         eos = () if request.ignore_eos else self._tokenizer.eos_token_ids
@@ -118,6 +169,7 @@ class Planner:
             max_tokens=self._max_tokens(request, len(token_ids)),
             stop_token_ids=tuple(dict.fromkeys((*eos, *self._stop_token_ids(request)))),
             sampling=self._sampling(request, num_logprobs),
+            grammar=grammar,
         )
         stop = request.stop or ()
         return AnswerPlan(
@@ -197,17 +249,3 @@ class Planner:
                 raise self._no_such_token(name, "logit_bias")
             bias[int(name)] = value
         return bias
-
-
-def _message(message: Message) -> dict[str, str]:
-    """Returns a message as chat templates expect it; a developer message is a system message to every template."""
-    role = str(message.__struct_config__.tag)
-    rendered = {"role": "system" if role == "developer" else role, "content": _text(message.content)}
-    for name in ("name", "tool_call_id"):
-        if value := getattr(message, name, None):
-            rendered[name] = value
-    return rendered
-
-
-def _text(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -7,7 +7,7 @@ is not listed at all is refused as unknown. Decoding and messages: ``parse``; ch
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -21,6 +21,11 @@ MAX_REPETITION_PENALTY = 10.0
 MAX_STOP_TOKEN_IDS = 64
 MAX_LABEL_CHARS = 512
 
+MAX_TOOLS = 128
+MAX_DESCRIPTION_CHARS = 16_384
+
+FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+Description = Annotated[str, Meta(max_length=MAX_DESCRIPTION_CHARS)]
 Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Stop = StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
@@ -33,13 +38,8 @@ UNSUPPORTED: dict[str, str] = {
     "best_of": "only best_of=1 is supported",
     "echo": "echo is not supported",
     "suffix": "suffix is not supported",
-    "tools": "tools are not supported",
-    "tool_choice": "tools are not supported",
-    "parallel_tool_calls": "tools are not supported",
-    "functions": "functions are not supported",
-    "function_call": "functions are not supported",
-    "tool_calls": "tool calls are not supported",
-    "response_format": "only the response format {'type': 'text'} is supported",
+    "functions": "functions are not supported; use tools",
+    "function_call": "functions are not supported; use tools",
     "audio": "audio is not supported",
     "modalities": "only the modality 'text' is supported",
     "prediction": "prediction is not supported",
@@ -85,13 +85,29 @@ class UserMessage(Struct, forbid_unknown_fields=True, tag_field="role", tag="use
     name: Label | None = None
 
 
+class FunctionCall(Struct, forbid_unknown_fields=True):
+    """Whom an earlier answer called, and with what."""
+
+    name: FunctionName
+    arguments: str
+    """JSON, as the answer had it."""
+
+
+class ToolCall(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """A call in an earlier answer."""
+
+    id: Label
+    function: FunctionCall
+    index: int | None = None
+
+
 class AssistantMessage(Struct, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
     """An earlier answer; a message taken from an earlier response may be sent back as it came."""
 
-    content: Content
+    content: Content | None = None
     name: Label | None = None
     refusal: None = None
-    tool_calls: None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: None = None
     audio: None = None
     annotations: None = None
@@ -115,7 +131,53 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class TextFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """The only response format served: free text."""
+    """Free text."""
+
+
+class JsonObjectFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    """A JSON schema; it binds the answer whether ``strict`` is set or not."""
+
+    name: FunctionName
+    schema: dict[str, Any] | None = None
+    description: Description | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON that fits a schema."""
+
+    json_schema: JsonSchema
+
+
+class FunctionDefinition(Struct, forbid_unknown_fields=True):
+    """What a function is called, what it is for, and the JSON schema of its arguments."""
+
+    name: FunctionName
+    description: Description | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """A function that the model may call."""
+
+    function: FunctionDefinition
+
+
+class NamedFunction(Struct, forbid_unknown_fields=True):
+    """The name of a tool."""
+
+    name: FunctionName
+
+
+class NamedTool(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """The tool that must be called."""
+
+    function: NamedFunction
 
 
 class GenerationRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -158,11 +220,11 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: TextFormat | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1)] | None = None
-    tools: None = None
-    tool_choice: None = None
-    parallel_tool_calls: None = None
+    tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     functions: None = None
     function_call: None = None
     audio: None = None

@@ -23,7 +23,10 @@ from cluster.ingress.api.wire import (
     CompletionLogprobs,
     Delta,
     FinishReason,
+    FunctionCall,
     Piece,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
     event,
@@ -97,6 +100,21 @@ class AnswerShape(ABC):
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
+def joined_calls(pieces: Sequence[Piece]) -> list[ToolCall]:
+    """Returns the whole calls that the pieces make up, by index."""
+    heads: list[ToolCallDelta] = []
+    arguments: list[list[str]] = []
+    for delta in (delta for piece in pieces for delta in piece.calls):
+        if delta.index == len(heads):
+            heads.append(delta)
+            arguments.append([])
+        arguments[delta.index].append(delta.function.arguments)
+    return [
+        ToolCall(id=str(head.id), function=FunctionCall(str(head.function.name), "".join(parts)))
+        for head, parts in zip(heads, arguments, strict=True)
+    ]
+
+
 class ChatShape(AnswerShape):
     """``/v1/chat/completions``."""
 
@@ -110,7 +128,15 @@ class ChatShape(AnswerShape):
 
     def delta(self, index: int, piece: Piece, scored: Sequence[ScoredToken]) -> bytes:
         logprobs = self._logprobs(scored) if scored else None
-        return self._chunk(ChatChunkChoice(index, Delta(content=piece.text), logprobs))
+        events = []
+        if piece.text or not piece.calls:
+            events.append(self._chunk(ChatChunkChoice(index, Delta(content=piece.text), logprobs)))
+            logprobs = None
+        # One call to an event: there are clients that look at the first of a list only.
+        for call in piece.calls:
+            events.append(self._chunk(ChatChunkChoice(index, Delta(tool_calls=[call]), logprobs)))
+            logprobs = None
+        return b"".join(events)
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         return self._chunk(ChatChunkChoice(index, Delta(), None, reason))
@@ -119,7 +145,9 @@ class ChatShape(AnswerShape):
         self, index: int, pieces: Sequence[Piece], scored: Sequence[ScoredToken], reason: FinishReason | None
     ) -> ChatChoice:
         logprobs = None if self._num_top is None else self._logprobs(scored)
-        message = ChatMessage("assistant", "".join(piece.text for piece in pieces))
+        text = "".join(piece.text for piece in pieces)
+        calls = joined_calls(pieces)
+        message = ChatMessage("assistant", text or None, tool_calls=calls) if calls else ChatMessage("assistant", text)
         return ChatChoice(index, message, logprobs, reason)
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> ChatLogprobs:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from cluster.ingress.api.chat_template import ChatTemplate
 from cluster.ingress.api.control_text import ControlText
+from cluster.ingress.api.tool_format import TAGGED, ToolFormat
 from cluster.ingress.detokenize import TokenTable
 from kvstore.errors import BadInput, EnvironmentProblem
 
@@ -58,14 +59,23 @@ class TokenizerBundle:
         template = None if source is None else ChatTemplate(source, special)
         return cls(tokenizer, eos_token_ids=_eos_token_ids(folder, tokenizer, special), template=template)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How this model writes tool calls; None when that is not known or its marks are not text."""
+        form = TAGGED if self._template is None else self._template.tool_format
+        return None if form is None or form.trigger in self.table.special_names else form
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Returns the text of a chat prompt; what clients wrote in it holds no control token (see ``control_text``).
 
         Raises: BadInput when there is no template or it refuses the messages.
         """
         if self._template is None:
             raise BadInput("messages", len(messages), "this model has no chat template; use /v1/completions")
-        return self._template.render([self.control_text.disarm(dict(message)) for message in messages])
+        disarm = self.control_text.disarm
+        return self._template.render(
+            [disarm(dict(message)) for message in messages], [disarm(dict(tool)) for tool in tools]
+        )
 
     def encode_now(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Returns the token ids of a text; takes about half a microsecond for each character."""

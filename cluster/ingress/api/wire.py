@@ -11,16 +11,52 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class FunctionDelta(Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct, frozen=True, kw_only=True):
+    """A piece of a tool call: id, type and name come with the first one of an index and never again."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+    @classmethod
+    def first(cls, index: int, call_id: str, name: str) -> ToolCallDelta:
+        return cls(index=index, id=call_id, type="function", function=FunctionDelta(name=name, arguments=""))
+
+    @classmethod
+    def more(cls, index: int, arguments: str) -> ToolCallDelta:
+        return cls(index=index, function=FunctionDelta(arguments=arguments))
+
+
+class FunctionCall(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A whole tool call."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
 
 class Piece(Struct, frozen=True):
-    """New output of one choice that may be shown."""
+    """New output of one choice that may be shown: text, then pieces of tool calls."""
 
     text: str = ""
+    calls: tuple[ToolCallDelta, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.text)
+        return bool(self.text or self.calls)
 
 
 class PromptTokensDetails(Struct, frozen=True):
@@ -64,6 +100,7 @@ class CompletionLogprobs(Struct, frozen=True):
 class Delta(Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, frozen=True):
@@ -75,8 +112,9 @@ class ChatChunkChoice(Struct, frozen=True):
 
 class ChatMessage(Struct, frozen=True):
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True):

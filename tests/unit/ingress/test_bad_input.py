@@ -14,6 +14,20 @@ VOCAB_SIZE = make_tokenizer().get_vocab_size()
 USER = {"role": "user", "content": "hi"}
 DEEP = '{"x":' * 2000 + "1" + "}" * 2000
 
+
+def TOOL(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f"} | function}
+
+
+def CALLED(arguments: Any) -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def SCHEMA(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+
+
 CHAT_FAMILIES: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
@@ -26,7 +40,11 @@ CHAT_FAMILIES: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
     ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0].colour"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
+    ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages[0].content"),
+    ({"messages": [CALLED("{")]}, "messages[0].tool_calls[0].function.arguments"),
+    ({"messages": [CALLED(5)]}, "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
     ({"model": None}, "model"),
     ({"model": 7}, "model"),
@@ -84,10 +102,33 @@ CHAT_FAMILIES: list[tuple[dict[str, Any], str | None]] = [
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ({"tools": []}, "tools"),
+    ({"tools": [{"type": "retrieval"}]}, None),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL(), TOOL()]}, "tools"),
+    ({"tools": [TOOL(parameters={"type": "array"})]}, "tools[0].function.parameters"),
+    ({"tools": [TOOL(parameters={"type": "object", "properties": {"a": {"type": "objekt"}}})]}, "tools"),
+    ({"tools": [TOOL(parameters={"type": "object", "properties": {"a": {"$ref": "http://h/x"}}})]}, "tools"),
+    ({"tools": [TOOL()], "tool_choice": "maybe"}, "tool_choice"),
+    ({"tools": [TOOL()], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tools": [TOOL()], "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+    ({"tools": [TOOL()], "ignore_eos": True}, "ignore_eos"),
+    ({"tools": [TOOL()], "response_format": {"type": "json_object"}}, "response_format"),
     ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ({"response_format": {"type": "grammar"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
+    ({"response_format": SCHEMA(None)}, "response_format.json_schema.schema"),
+    ({"response_format": SCHEMA([1])}, "response_format.json_schema.schema"),
+    ({"response_format": SCHEMA({"type": "objekt"})}, "response_format.json_schema.schema"),
+    ({"response_format": SCHEMA({"type": "string", "pattern": "("})}, "response_format.json_schema.schema"),
+    ({"response_format": SCHEMA({"not": {"type": "string"}})}, "response_format.json_schema.schema"),
     ({"modalities": ["audio"]}, None),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
     ({"service_tier": "flex"}, "service_tier"),
