@@ -35,6 +35,7 @@ from kvstore.core.messages import (
     Refused,
     TokenLogprobs,
 )
+from kvstore.core.quota import tenant_of
 from kvstore.digest import block_digest
 from kvstore.errors import FingerprintMismatch, KopirError
 from kvstore.store.client import PutBlock, StoreClient
@@ -464,7 +465,8 @@ class PrefillSide:
             for index in fresh
         ]
         if blocks:
-            self.counters["stored_blocks"] += (await self._store.put_blocks(blocks)).stored
+            tenant = tenant_of(job.request.spec.tenant_salt)
+            self.counters["stored_blocks"] += (await self._store.put_blocks(blocks, tenant=tenant)).stored
 
     def _release(self, job: Job) -> None:
         """Frees the blocks; when a push did not come to its end, its reader keeps them fenced until it is dead."""

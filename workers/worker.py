@@ -168,7 +168,9 @@ class Worker:
         identity = KvIdentity(self._me, self._secret, self._fingerprint, self._transport)
         self._dialer = KvDialer(identity, on_message=self._on_decode_message, on_lost=self._on_decode_lost)
         self._listener = KvListener(identity, on_message=self._on_prefill_message, on_lost=self._on_prefill_lost)
-        self._store = StoreClient(me=self._me, secret=self._secret, block_bytes=self._memory.layout.block_bytes)
+        self._store = StoreClient(
+            me=self._me, secret=self._secret, block_bytes=self._memory.layout.block_bytes, fingerprint=self._fingerprint
+        )
         self._store.start(spec.store_host, spec.store_port)
         if spec.store_host is not None:
             await self._store.wait_connected(CALL_DEADLINE_S / 2)

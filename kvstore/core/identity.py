@@ -51,6 +51,8 @@ class Fingerprint:
     """Everything that must be identical before a KV block can be used. Compared field by field, never by name."""
 
     weights_digest: str
+    weights_epoch: int = 0
+    """Raised by one with every change of the weights in place, whose digest nobody computed anew."""
     quantization: str = "none"
     tokenizer_digest: str
     chat_template_digest: str

@@ -24,6 +24,9 @@ BlockHash = NewType("BlockHash", bytes)
 BlockDigest = NewType("BlockDigest", bytes)
 """Digest of a block's content: 16 bytes, xxh3-128."""
 
+TenantId = NewType("TenantId", str)
+"""Whom the store counts a block for: 16 hex digits made from the tenant's salt, or empty for blocks without one."""
+
 INCARNATION_HEX_DIGITS = 32
 BLOCK_HASH_BYTES = 32
 BLOCK_DIGEST_BYTES = 16

@@ -21,117 +21,49 @@ deadline or with its reader; a reader must check after copying that its lease st
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from enum import Enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NewType
 
 from kvstore.core.eviction import EvictionPolicy
-from kvstore.core.ids import BLOCK_DIGEST_BYTES, BlockDigest, BlockHash
+from kvstore.core.ids import BLOCK_DIGEST_BYTES, BlockDigest, BlockHash, TenantId
+from kvstore.core.quota import NOBODY, TenantBook
+from kvstore.core.slab_slots import TenantNumbers, make_slots
+from kvstore.core.slab_types import (
+    NO_MATCH,
+    HolderId,
+    LeasedBlock,
+    LeaseId,
+    MatchResult,
+    ReadLease,
+    ReserveOutcome,
+    ReserveStatus,
+    SlabCounters,
+    SlabCounts,
+    SlabSlotState,
+)
 from kvstore.core.slot_table import SlotTable
 
-HolderId = NewType("HolderId", str)
-"""One connection of one process life (incarnation): holder of read leases and write reservations."""
-
-LeaseId = NewType("LeaseId", int)
-"""A read lease; never reused in the life of an index."""
+__all__ = [
+    "NO_MATCH",
+    "HolderId",
+    "LeaseId",
+    "LeasedBlock",
+    "MatchResult",
+    "ReadLease",
+    "ReserveOutcome",
+    "ReserveStatus",
+    "SlabCounters",
+    "SlabCounts",
+    "SlabIndex",
+    "SlabSlotState",
+]
 
 MAX_READ_LEASES = 1 << 16
-
-
-class SlabSlotState(Enum):
-    """Where a slot is in its life cycle."""
-
-    FREE = "free"
-    WRITING = "writing"
-    USED = "used"
-    QUARANTINED = "quarantined"
-
-
-class ReserveStatus(Enum):
-    """What became of one hash of a ``reserve``."""
-
-    GRANTED = "granted"
-    PRESENT = "present"
-    IN_PROGRESS = "in_progress"
-    NO_ROOM = "no_room"
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveOutcome:
-    """Answer for one hash. ``slot`` and ``generation`` mean something only when ``status`` is GRANTED."""
-
-    status: ReserveStatus
-    slot: int = 0
-    generation: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LeasedBlock:
-    """One block of a match: where it is, which life of the slot, and the digest its bytes must have."""
-
-    slot: int
-    generation: int
-    digest: BlockDigest
-
-
-@dataclass(frozen=True, slots=True)
-class MatchResult:
-    """The longest usable prefix, pinned under one lease; no blocks, no lease."""
-
-    lease_id: LeaseId | None
-    blocks: tuple[LeasedBlock, ...]
-
-
-NO_MATCH = MatchResult(None, ())
-
-
-@dataclass(frozen=True, slots=True)
-class ReadLease:
-    """One standing read lease, for auditors."""
-
-    lease_id: LeaseId
-    reader: HolderId
-    granted_ns: int
-    deadline_ns: int
-    slots: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class SlabCounters:
-    """What happened since the index was made; each only grows."""
-
-    hit_blocks: int = 0
-    missed_blocks: int = 0
-    committed_blocks: int = 0
-    evicted_blocks: int = 0
-    aborted_blocks: int = 0
-    corrupt_blocks: int = 0
-    refused_commits: int = 0
-    no_room_blocks: int = 0
-    expired_write_blocks: int = 0
-    expired_leases: int = 0
-    refused_leases: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """Returns name -> count."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
-
-@dataclass(frozen=True, slots=True)
-class SlabCounts:
-    """``free + used + writing + quarantined == total`` at any time; ``pinned`` is a part of used or quarantined."""
-
-    free: int
-    used: int
-    writing: int
-    quarantined: int
-    total: int
-    pinned: int
-    leases: int
+HOST_TIER = "host"
+QUOTA_VICTIMS_SEEN_MAX = 4096
+"""So many blocks are looked at for one of the tenant's own; other tenants must not pay for a longer search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,55 +75,31 @@ class _Write:
     deadline_ns: int
 
 
-class _FreeSlots:
-    """Slots to give out, oldest first. Slots never used yet are counted, not listed: an empty index is small."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
-        self._next_fresh = 0
-        self._returned: deque[int] = deque()
-
-    def __len__(self) -> int:
-        return self._num_slots - self._next_fresh + len(self._returned)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self._next_fresh, self._num_slots)
-        yield from self._returned
-
-    def append(self, slot: int) -> None:
-        self._returned.append(slot)
-
-    def popleft(self) -> int:
-        if self._next_fresh < self._num_slots:
-            self._next_fresh += 1
-            return self._next_fresh - 1
-        return self._returned.popleft()
-
-
-@dataclass(slots=True)
-class _Slots:
-    """What each slot has besides its record in the table, in parallel arrays."""
-
-    generation: array[int]
-    pins: array[int]
-    free: _FreeSlots
-
-
 class SlabIndex:
     """Hash to slot of one host slab. Belongs to one thread."""
 
-    def __init__(self, num_slots: int, *, policy: EvictionPolicy, table: SlotTable | None = None) -> None:
-        """``policy`` and ``table`` must be made for ``num_slots`` slots and belong to this index alone."""
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        policy: EvictionPolicy,
+        table: SlotTable | None = None,
+        book: TenantBook | None = None,
+        block_bytes: int = 1,
+    ) -> None:
+        """``policy`` and ``table`` must be made for ``num_slots`` slots and belong to this index alone.
+
+        ``book`` is shared with the other tiers of the node; each block counts ``block_bytes`` there.
+        """
         assert num_slots >= 1, num_slots
         self._total = num_slots
         self._policy = policy
-        self._slots = _Slots(
-            generation=array("Q", bytes(8 * num_slots)),
-            pins=array("I", bytes(4 * num_slots)),
-            free=_FreeSlots(num_slots),
-        )
+        self._slots = make_slots(num_slots)
         self._used = SlotTable(num_slots) if table is None else table
         assert self._used.num_slots == num_slots and len(self._used) == 0, (num_slots, len(self._used))
+        self._book = TenantBook() if book is None else book
+        self._block_bytes = block_bytes
+        self._tenants = TenantNumbers()
         self._writing: dict[int, _Write] = {}
         self._writing_hashes: dict[BlockHash, int] = {}
         self._abandoned: dict[int, _Write] = {}
@@ -206,16 +114,19 @@ class SlabIndex:
 
     # --- writing ------------------------------------------------------------------------------------------
 
-    def reserve(self, hashes: Sequence[BlockHash], *, writer: HolderId, deadline_ns: int) -> tuple[ReserveOutcome, ...]:
+    def reserve(
+        self, hashes: Sequence[BlockHash], *, writer: HolderId, deadline_ns: int, tenant: TenantId = NOBODY
+    ) -> tuple[ReserveOutcome, ...]:
         """Gives the writer one slot per hash that nobody has or writes, evicting where needed.
 
-        Returns one outcome per hash, in order. A hash named twice is IN_PROGRESS the second time. After the first
-        NO_ROOM every further new hash is NO_ROOM as well: a block without its parent could never be matched.
+        A tenant at its quota gets a slot only in exchange for one of its own blocks. Returns one outcome per hash,
+        in order. A hash named twice is IN_PROGRESS the second time. After the first NO_ROOM or OVER_QUOTA every
+        further new hash has the same outcome: a block without its parent could never be matched.
         """
         outcomes: list[ReserveOutcome] = []
         # The blocks of the same request that are here already are kept from being evicted for its own tail.
         own = {slot for slot in map(self._used.find, hashes) if slot is not None}
-        is_full = False
+        refusal: ReserveStatus | None = None
         for block_hash in hashes:
             if block_hash in self._used:
                 outcomes.append(ReserveOutcome(ReserveStatus.PRESENT))
@@ -223,12 +134,13 @@ class SlabIndex:
             if block_hash in self._writing_hashes:
                 outcomes.append(ReserveOutcome(ReserveStatus.IN_PROGRESS))
                 continue
-            slot = None if is_full else self._take_slot(own)
-            if slot is None:
-                is_full = True
-                self.counters.no_room_blocks += 1
-                outcomes.append(ReserveOutcome(ReserveStatus.NO_ROOM))
+            taken = refusal or self._take_slot(tenant, own)
+            if isinstance(taken, ReserveStatus):
+                refusal = taken
+                self._count_refusal(taken)
+                outcomes.append(ReserveOutcome(taken))
                 continue
+            slot = taken
             self._slots.generation[slot] += 1
             generation = self._slots.generation[slot]
             self._writing[slot] = _Write(block_hash, writer, deadline_ns)
@@ -262,7 +174,7 @@ class SlabIndex:
         write = self._writing.get(slot)
         if write is not None and self._is_write_of(write, block_hash, slot, generation, writer):
             self._forget_write(slot)
-            self._slots.free.append(slot)
+            self._free(slot)
         elif not self._acknowledge(block_hash, slot, generation, writer):
             return False
         self.counters.aborted_blocks += 1
@@ -281,7 +193,7 @@ class SlabIndex:
         slots = [slot for slot, write in self._abandoned.items() if write.writer == writer]
         for slot in slots:
             del self._abandoned[slot]
-            self._slots.free.append(slot)
+            self._free(slot)
         return len(slots)
 
     # --- reading ------------------------------------------------------------------------------------------
@@ -355,7 +267,7 @@ class SlabIndex:
         if self._slots.pins[slot]:
             self._condemned.add(slot)
         else:
-            self._slots.free.append(slot)
+            self._free(slot)
         return True
 
     # --- time ---------------------------------------------------------------------------------------------
@@ -380,6 +292,11 @@ class SlabIndex:
 
     # --- looking ------------------------------------------------------------------------------------------
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of the slab, whatever is in them."""
+        return self._total
+
     def __contains__(self, block_hash: BlockHash) -> bool:
         """Returns True when the block is committed. Pins nothing and is no hit."""
         return block_hash in self._used
@@ -395,6 +312,10 @@ class SlabIndex:
     def leases(self) -> tuple[ReadLease, ...]:
         """Returns the standing read leases, oldest first."""
         return tuple(self._leases.values())
+
+    def tenant_of_slot(self, slot: int) -> TenantId:
+        """Returns whom a slot that is not free is charged to."""
+        return self._tenants.name(self._slots.tenant[slot])
 
     def has_unfinished_writes(self, writer: HolderId) -> bool:
         """Returns True while a slot waits for this writer's commit, abort or death."""
@@ -413,11 +334,34 @@ class SlabIndex:
             leases=len(self._leases),
         )
 
+    def audit(self, slots: range) -> list[str]:
+        """Returns what is wrong in the sums and in these slots, one sentence each; empty when all is well.
+
+        Cheap enough for a running node: O(blocks of standing leases + slots). Slots beyond the slab are skipped.
+        """
+        counts = self.counts()
+        findings = []
+        total = counts.free + counts.used + counts.writing + counts.quarantined
+        if total != counts.total:
+            findings.append(f"free + used + writing + quarantined is {total}, not {counts.total}: {counts}")
+        pins = Counter(slot for lease in self._leases.values() for slot in lease.slots)
+        for slot in range(slots.start, min(slots.stop, self._total)):
+            if pins[slot] != self._slots.pins[slot]:
+                findings.append(f"slot {slot} has {self._slots.pins[slot]} pins, its leases {pins[slot]}")
+            if self.state_of(slot) is SlabSlotState.USED:
+                record = self._used.read(slot)
+                if record is None or self._used.find(record.block_hash) != slot:
+                    findings.append(f"slot {slot} is used but its record or bucket is damaged")
+                elif record.generation != self._slots.generation[slot]:
+                    findings.append(f"slot {slot} shows generation {record.generation} of an earlier life")
+        return findings
+
     def check_invariants(self) -> None:
         """Raises: AssertionError when the books do not agree with each other."""
         books = (self._slots.free, self._used.slots(), self._writing, self._abandoned, self._condemned)
         everywhere = sorted(slot for book in books for slot in book)
         assert everywhere == list(range(self._total)), f"slots lost or held twice: {everywhere}"
+        free = set(self._slots.free)
         pins = [0] * self._total
         for lease in self._leases.values():
             for slot in lease.slots:
@@ -427,24 +371,61 @@ class SlabIndex:
         assert all(pins[slot] == 0 for book in (self._writing, self._abandoned) for slot in book), "pinned and writable"
         assert all(pins[slot] for slot in self._condemned), "condemned without a reader"
         self._used.check_invariants()
+        self._book.check_invariants()
+        charged = Counter(self._tenants.name(self._slots.tenant[slot]) for slot in everywhere if slot not in free)
+        usage = {tenant: tiers.get(HOST_TIER, 0) for tenant, tiers in self._book.usage().items()}
+        assert usage == {tenant: num * self._block_bytes for tenant, num in charged.items()}, (usage, charged)
         assert self._writing_hashes == {write.block_hash: slot for slot, write in self._writing.items()}, "writes"
         assert not any(block_hash in self._used for block_hash in self._writing_hashes), "visible while it is written"
         assert sorted(self._policy.victims()) == sorted(self._used.slots()), "the policy lost or invented a slot"
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _take_slot(self, keep: set[int]) -> int | None:
-        if self._slots.free:
-            return self._slots.free.popleft()
-        pins = self._slots.pins
-        for slot in self._policy.victims():
-            if pins[slot] == 0 and slot not in keep:
-                break
+    def _take_slot(self, tenant: TenantId, keep: set[int]) -> int | ReserveStatus:
+        """Returns a slot charged to the tenant, or why there is none."""
+        has_quota = self._book.has_room(tenant, self._block_bytes)
+        if has_quota and self._slots.free:
+            slot = self._slots.free.popleft()
         else:
-            return None
-        self._remove(slot)
-        self.counters.evicted_blocks += 1
+            victim = self._victim(keep, of=None if has_quota else self._tenants.find(tenant))
+            if victim is None:
+                return ReserveStatus.NO_ROOM if has_quota else ReserveStatus.OVER_QUOTA
+            slot = victim
+            self._remove(slot)
+            self._refund(slot)
+            self.counters.evicted_blocks += 1
+            if not self._book.has_room(tenant, self._block_bytes):
+                # The quota was lowered below what the tenant uses: what left makes no room yet.
+                self._slots.free.append(slot)
+                return ReserveStatus.OVER_QUOTA
+        self._book.charge(tenant, HOST_TIER, self._block_bytes)
+        self._slots.tenant[slot] = self._tenants.take(tenant)
         return slot
+
+    def _victim(self, keep: set[int], *, of: int | None) -> int | None:
+        """Returns the slot that should leave next; ``of``: among those of this tenant number, within bounds."""
+        pins, tenants = self._slots.pins, self._slots.tenant
+        for num_seen, slot in enumerate(self._policy.victims()):
+            if of is not None and num_seen >= QUOTA_VICTIMS_SEEN_MAX:
+                return None
+            if pins[slot] == 0 and slot not in keep and (of is None or tenants[slot] == of):
+                return slot
+        return None
+
+    def _count_refusal(self, status: ReserveStatus) -> None:
+        if status is ReserveStatus.OVER_QUOTA:
+            self.counters.over_quota_blocks += 1
+        else:
+            self.counters.no_room_blocks += 1
+
+    def _refund(self, slot: int) -> None:
+        number = self._slots.tenant[slot]
+        self._book.refund(self._tenants.name(number), HOST_TIER, self._block_bytes)
+        self._tenants.give_back(number)
+
+    def _free(self, slot: int) -> None:
+        self._refund(slot)
+        self._slots.free.append(slot)
 
     def _remove(self, slot: int) -> None:
         block_hash = self._used.hash_at(slot)
@@ -465,7 +446,7 @@ class SlabIndex:
         if write is None or not self._is_write_of(write, block_hash, slot, generation, writer):
             return False
         del self._abandoned[slot]
-        self._slots.free.append(slot)
+        self._free(slot)
         return True
 
     def _forget_write(self, slot: int) -> _Write:
@@ -481,4 +462,4 @@ class SlabIndex:
             self._slots.pins[slot] -= 1
             if self._slots.pins[slot] == 0 and slot in self._condemned:
                 self._condemned.discard(slot)
-                self._slots.free.append(slot)
+                self._free(slot)

@@ -17,21 +17,29 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvstore.core.ids import BlockDigest, BlockHash
-from kvstore.errors import FatalError, KopirError, PeerLost, ProtocolError
+from kvstore.core.identity import Fingerprint
+from kvstore.core.ids import BlockDigest, BlockHash, TenantId
+from kvstore.core.quota import NOBODY
+from kvstore.errors import FatalError, FingerprintMismatch, KopirError, PeerLost, ProtocolError
 from kvstore.net.channel import Channel, connect
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns
 from kvstore.store.copying import copy_block, zero_block
 from kvstore.store.messages import (
+    DEFAULT_NAMESPACE,
     Attach,
     Attached,
     AttachRefused,
+    LeaseList,
+    LeasesAsk,
     ReportCorrupt,
     SlotRef,
     StatAsk,
     StoreStat,
+    Superseded,
     ToClient,
+    UpdateWeights,
+    WeightsUpdated,
     WritesEnded,
 )
 from kvstore.store.session import LeasedPrefix, StoreSession, WriteReservation
@@ -59,12 +67,13 @@ class PutBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What became of the blocks of one ``put_blocks``; the five numbers add up to the blocks given."""
+    """What became of the blocks of one ``put_blocks``; the six numbers add up to the blocks given."""
 
     stored: int = 0
     present: int = 0
     in_progress: int = 0
     no_room: int = 0
+    over_quota: int = 0
     lost: int = 0
     """Not stored because the store was gone, too slow, or the reservation ran out."""
 
@@ -109,11 +118,16 @@ class StoreClient:
         me: PeerInfo,
         secret: bytes,
         block_bytes: int,
+        namespace: str = DEFAULT_NAMESPACE,
+        fingerprint: Fingerprint | None = None,
         call_deadline_s: float = DEFAULT_CALL_DEADLINE_S,
         lease_ms: int = DEFAULT_LEASE_MS,
         clock_ns: Callable[[], int] = boottime_ns,
     ) -> None:
+        """``fingerprint``: of the KV this client computes and reads; a namespace has one, which may be None."""
         self._me = me
+        self._namespace = namespace
+        self._fingerprint = {} if fingerprint is None else fingerprint.to_dict()
         self._client_id = secrets.token_hex(8)
         self._secret = secret
         self._block_bytes = block_bytes
@@ -130,6 +144,8 @@ class StoreClient:
         self._owes_writes_ended = False
         self.refusal: str = ""
         """Why the node refused this client; empty when it did not."""
+        self.differing_fields: tuple[str, ...] = ()
+        """The fields of the fingerprint that made the node refuse it."""
         self.counters = ClientCounters()
 
     # --- connection ---------------------------------------------------------------------------------------
@@ -146,7 +162,7 @@ class StoreClient:
         if self._address == (host, port) and not self.refusal:
             return
         self._address = (host, port)
-        self.refusal = ""
+        self._accept_again()
         self._address_changed.set()
         if self._session is not None:
             self._session.abort()
@@ -154,7 +170,7 @@ class StoreClient:
     @property
     def is_connected(self) -> bool:
         """True while calls have a chance to be answered."""
-        return self._session is not None and self._session.is_open
+        return self._usable_session() is not None
 
     async def wait_connected(self, deadline_s: float) -> bool:
         """Returns True as soon as the store is attached, False when that took longer than ``deadline_s``."""
@@ -186,8 +202,8 @@ class StoreClient:
         ``hashes[i]``. A block without its digest is reported and ends the load there. No wrong byte stays: a buffer
         whose copy does not count is zeroed. Modifies: the buffers that ``into`` returned.
         """
-        session = self._session
-        if session is None or not session.is_open:
+        session = self._usable_session()
+        if session is None:
             return LoadResult(0, 0, "end")
         end_ns = self._clock_ns() + int(deadline_s * 1e9)
         num_matched = session.reader.prefix_blocks(hashes)
@@ -265,15 +281,20 @@ class StoreClient:
 
     def exist(self, hashes: Sequence[BlockHash]) -> list[bool]:
         """Returns for each hash whether the slab of this host has its block now: a hint. No store, no block."""
-        session = self._session
-        if session is None or not session.is_open:
+        session = self._usable_session()
+        if session is None:
             return [False] * len(hashes)
         return session.reader.exist(hashes)
 
-    async def put_blocks(self, blocks: Sequence[PutBlock | tuple[BlockHash, Any]]) -> PutResult:
-        """Reserves slots, copies and commits, parents before leaves. The views must not change meanwhile."""
+    async def put_blocks(
+        self, blocks: Sequence[PutBlock | tuple[BlockHash, Any]], *, tenant: TenantId = NOBODY
+    ) -> PutResult:
+        """Reserves slots, copies and commits, parents before leaves. The views must not change meanwhile.
+
+        ``tenant``: whom the blocks are charged to, see ``kvstore.core.quota.tenant_of``.
+        """
         items = [PutBlock(*block) for block in blocks]
-        reservation = await self.reserve([item.block_hash for item in items]) if items else None
+        reservation = await self.reserve([item.block_hash for item in items], tenant=tenant) if items else None
         if reservation is None:
             return PutResult(lost=len(items))
         with reservation:
@@ -293,23 +314,26 @@ class StoreClient:
             present=statuses.count("present"),
             in_progress=statuses.count("in_progress"),
             no_room=statuses.count("no_room"),
+            over_quota=statuses.count("over_quota"),
             lost=statuses.count("granted") - stored,
         )
 
     async def match(self, hashes: Sequence[BlockHash], *, lease_ms: int | None = None) -> LeasedPrefix | None:
         """Pins the longest cached prefix; None for a miss or a lost store. The caller releases what it gets."""
-        session = self._session
+        session = self._usable_session()
         if session is None or not hashes:
             return None
         return await session.match(hashes, lease_ms=lease_ms or self._lease_ms, deadline_s=self._call_deadline_s)
 
-    async def reserve(self, hashes: Sequence[BlockHash], *, lease_ms: int | None = None) -> WriteReservation | None:
+    async def reserve(
+        self, hashes: Sequence[BlockHash], *, lease_ms: int | None = None, tenant: TenantId = NOBODY
+    ) -> WriteReservation | None:
         """Takes writable slots; None when the store is lost. The caller commits or aborts what it gets, always."""
-        session = self._session
+        session = self._usable_session()
         if session is None or not hashes:
             return None
         reservation = await session.reserve(
-            hashes, lease_ms=lease_ms or self._lease_ms, deadline_s=self._call_deadline_s
+            hashes, lease_ms=lease_ms or self._lease_ms, deadline_s=self._call_deadline_s, tenant=tenant
         )
         if reservation is not None:
             self._reservations.add(reservation)
@@ -322,7 +346,44 @@ class StoreClient:
             return None
         return await self._session.call(lambda n: StatAsk(n=n), StoreStat, deadline_s=self._call_deadline_s)
 
+    async def leases(self) -> LeaseList | None:
+        """Returns the standing read leases of all clients; None when the store is lost."""
+        if self._session is None:
+            return None
+        return await self._session.call(lambda n: LeasesAsk(n=n), LeaseList, deadline_s=self._call_deadline_s)
+
+    async def update_weights(self, fingerprint: Fingerprint) -> bool:
+        """The weights of this client's namespace are changed in place; ``fingerprint`` has a higher ``weights_epoch``.
+
+        From now on clients with the old fingerprint are given nothing new. False: the store is lost or knew better.
+        """
+        if self._session is None:
+            return False
+        texts = fingerprint.to_dict()
+        answer = await self._session.call(
+            lambda n: UpdateWeights(n=n, fingerprint=texts), WeightsUpdated, deadline_s=self._call_deadline_s
+        )
+        if answer is None or not answer.updated:
+            return False
+        self._fingerprint = texts
+        self._accept_again()
+        return True
+
     # --- inside -------------------------------------------------------------------------------------------
+
+    def _usable_session(self) -> StoreSession | None:
+        session = self._session
+        return session if session is not None and session.is_open and not self.refusal else None
+
+    def _accept_again(self) -> None:
+        self.refusal = ""
+        self.differing_fields = ()
+
+    def _on_superseded(self, notice: Superseded) -> None:
+        """The connection stays, for what this client still holds; it is given nothing new."""
+        self.differing_fields = notice.differing_fields
+        self.refusal = f"weights were updated: {FingerprintMismatch(notice.differing_fields)}"
+        logger.warning("store_superseded fields=%s", ",".join(notice.differing_fields))
 
     async def _let_others_run(self, num_copied: int) -> None:
         if num_copied % max(1, BYTES_PER_LOOP_STEP // self._block_bytes) == 0:
@@ -374,13 +435,23 @@ class StoreClient:
         except BaseException:
             channel.abort()
             raise
-        return StoreSession(channel, slab, clock_ns=self._clock_ns)
+        return StoreSession(channel, slab, clock_ns=self._clock_ns, on_superseded=self._on_superseded)
 
     async def _attach(self, channel: Channel) -> Attached:
-        await channel.send(Attach(n=0, client_id=self._client_id, block_bytes=self._block_bytes))
+        ask = Attach(
+            n=0,
+            client_id=self._client_id,
+            block_bytes=self._block_bytes,
+            namespace=self._namespace,
+            fingerprint=self._fingerprint,
+        )
+        await channel.send(ask)
         answer = await channel.recv()
         if isinstance(answer, AttachRefused):
             self.refusal = answer.message
+            self.differing_fields = answer.differing_fields
+            if answer.differing_fields:
+                raise FingerprintMismatch(answer.differing_fields)
             raise ProtocolError(f"the store node refused: {answer.message}")
         if not isinstance(answer, Attached):
             raise ProtocolError(f"{type(answer).__name__} instead of Attached")

@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvstore.core.eviction import LruPolicy
+from kvstore.core.ids import TenantId
+from kvstore.core.quota import TenantBook
 from kvstore.core.slab_index import SlabIndex
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns
@@ -42,8 +44,13 @@ class StoreHost:
         host_identity: str = "auto",
         shm_dir: Path = SHM_DIR,
         clock_ns: Callable[[], int] = boottime_ns,
+        quotas: Mapping[TenantId, int] | None = None,
     ) -> None:
-        """Allocates nothing yet. ``host_identity`` ``auto``: found out here."""
+        """Allocates nothing yet. ``host_identity`` ``auto``: found out here. ``quotas``: bytes by ``tenant_of(salt)``.
+
+        Raises: BadInput naming the tenant of a bad quota.
+        """
+        self._book = TenantBook(quotas)
         self._me = PeerInfo(
             role="store",
             peer_id=f"store-{node}",
@@ -77,9 +84,21 @@ class StoreHost:
         )
         self._thread.start()
         try:
-            index = SlabIndex(self._num_blocks, policy=LruPolicy(self._num_blocks), table=self._slab.table)
+            index = SlabIndex(
+                self._num_blocks,
+                policy=LruPolicy(self._num_blocks),
+                table=self._slab.table,
+                book=self._book,
+                block_bytes=self._block_bytes,
+            )
             self._node = StoreNode(
-                self._slab, index, me=self._me, secret=self._secret, loop=self._loop, clock_ns=self._clock_ns
+                self._slab,
+                index,
+                me=self._me,
+                secret=self._secret,
+                loop=self._loop,
+                clock_ns=self._clock_ns,
+                book=self._book,
             )
             return asyncio.run_coroutine_threadsafe(self._node.start(bind_host, port), self._loop).result()
         except BaseException:
@@ -92,6 +111,12 @@ class StoreHost:
             return {}
         stat = asyncio.run_coroutine_threadsafe(self._stat(self._node), self._loop).result(CLOSE_DEADLINE_S)
         return {name: value for name, value in stat.items() if name != "n"}
+
+    def set_quotas(self, quotas: Mapping[TenantId, int]) -> None:
+        """Replaces the quotas of all tenants, in bytes by ``tenant_of(salt)``. Raises: BadInput."""
+        if self._node is not None and not self._stopped.is_set():
+            done = asyncio.run_coroutine_threadsafe(self._set_quotas(self._node, quotas), self._loop)
+            done.result(CLOSE_DEADLINE_S)
 
     def wait_until_stopped(self) -> str:
         """Blocks until ``close``; returns why the node ended."""
@@ -113,6 +138,10 @@ class StoreHost:
             if self._slab is not None:
                 self._slab.close()
             self._stopped.set()
+
+    @staticmethod
+    async def _set_quotas(node: StoreNode, quotas: Mapping[TenantId, int]) -> None:
+        node.set_quotas(quotas)
 
     @staticmethod
     async def _stat(node: StoreNode) -> dict[str, Any]:

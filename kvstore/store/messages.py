@@ -6,8 +6,9 @@ repeats; numbers are the client's and mean nothing else. A lease exists only as 
 client counts its length from the moment it sent the ask, the node from the moment it answered.
 
     client -> node   Attach, Match, ReleaseLease, Touched, ReserveBlocks, CommitBlocks, AbortBlocks, ReportCorrupt,
-                     WritesEnded, StatAsk
-    node -> client   Attached, AttachRefused, Matched, BlocksReserved, BlocksCommitted, StoreStat
+                     WritesEnded, UpdateWeights, StatAsk, LeasesAsk
+    node -> client   Attached, AttachRefused, Superseded, Matched, BlocksReserved, BlocksCommitted, WeightsUpdated,
+                     StoreStat, LeaseList
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from msgspec import Meta, Struct
 
 from kvstore.core.ids import BLOCK_DIGEST_BYTES, BLOCK_HASH_BYTES
 
-STORE_VERSION = 1
+STORE_VERSION = 2
 MAX_HASHES_PER_MESSAGE = 1 << 16
 MAX_LEASE_MS = 60_000
+MAX_FINGERPRINT_FIELDS = 64
+MAX_LEASES_LISTED = 1 << 16
+DEFAULT_NAMESPACE = "default"
 
 Hash = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=BLOCK_DIGEST_BYTES, max_length=BLOCK_DIGEST_BYTES)]
@@ -29,6 +33,13 @@ CallNumber = Annotated[int, Meta(ge=0)]
 LeaseMs = Annotated[int, Meta(ge=1, le=MAX_LEASE_MS)]
 Slot = Annotated[int, Meta(ge=0)]
 Generation = Annotated[int, Meta(ge=0)]
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Tenant = Annotated[str, Meta(max_length=64)]
+FieldTexts = Annotated[
+    dict[Annotated[str, Meta(max_length=128)], Annotated[str, Meta(max_length=1 << 20)]],
+    Meta(max_length=MAX_FINGERPRINT_FIELDS),
+]
+FieldNames = Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=2 * MAX_FINGERPRINT_FIELDS)]
 
 
 class SlotRef(Struct, frozen=True, array_like=True):
@@ -50,7 +61,7 @@ class MatchedBlock(Struct, frozen=True, array_like=True):
 class ReservedBlock(Struct, frozen=True, array_like=True):
     """Answer for one hash; ``slot`` and ``generation`` mean something only when it is granted."""
 
-    status: Literal["granted", "present", "in_progress", "no_room"]
+    status: Literal["granted", "present", "in_progress", "no_room", "over_quota"]
     slot: Slot = 0
     generation: Generation = 0
 
@@ -74,13 +85,17 @@ SlotRefs = Annotated[tuple[SlotRef, ...], Meta(max_length=MAX_HASHES_PER_MESSAGE
 
 
 class Attach(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
-    """First message of a connection: what the client expects of the slab."""
+    """First message of a connection: what the client expects of the slab, and whose blocks it computes and reads."""
 
     n: CallNumber
     version: int = STORE_VERSION
     client_id: Annotated[str, Meta(min_length=1, max_length=128)]
     """Random, the same for every connection of one client object of one process."""
-    block_bytes: Annotated[int, Meta(ge=1)]
+    block_bytes: Annotated[int, Meta(ge=1)] | None
+    """None: the client only looks (``StatAsk``, ``LeasesAsk``); it may hold nothing and need not be on this host."""
+    namespace: Name = DEFAULT_NAMESPACE
+    fingerprint: FieldTexts = {}
+    """By field, as ``Fingerprint.to_dict`` gives it: everybody in a namespace has the same."""
 
 
 class Match(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -112,6 +127,8 @@ class ReserveBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     n: CallNumber
     hashes: Hashes
     lease_ms: LeaseMs
+    tenant: Tenant = ""
+    """Whom the blocks are charged to, see ``kvstore.core.quota.tenant_of``."""
 
 
 class CommitBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -135,6 +152,19 @@ class ReportCorrupt(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
 class WritesEnded(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """Nothing that earlier connections of this client reserved is being written any more. No answer."""
+
+
+class UpdateWeights(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """The weights of the client's namespace were changed in place: its fingerprint is another one from now on."""
+
+    n: CallNumber
+    fingerprint: FieldTexts
+
+
+class LeasesAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Asks for ``LeaseList``."""
+
+    n: CallNumber
 
 
 class StatAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -161,7 +191,22 @@ class AttachRefused(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
     n: CallNumber
     field: Annotated[str, Meta(max_length=128)]
-    message: Annotated[str, Meta(max_length=512)]
+    message: Annotated[str, Meta(max_length=4096)]
+    differing_fields: FieldNames = ()
+    """Every field of the fingerprint that differs, when ``field`` is ``fingerprint``."""
+
+
+class Superseded(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """The client's namespace has another fingerprint now. It is given nothing new; what it holds it may finish."""
+
+    differing_fields: FieldNames
+
+
+class WeightsUpdated(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Answer to ``UpdateWeights``. False: the namespace's epoch was not lower."""
+
+    n: CallNumber
+    updated: bool
 
 
 class Matched(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -186,6 +231,27 @@ class BlocksCommitted(Struct, frozen=True, kw_only=True, tag_field="t", tag=True
     committed: Annotated[tuple[bool, ...], Meta(max_length=MAX_HASHES_PER_MESSAGE)]
 
 
+class LeaseInfo(Struct, frozen=True, array_like=True):
+    """One standing read lease: whose, how old, how long it still has, and how many blocks it pins."""
+
+    lease_id: int
+    holder: str
+    """Name of the process, for example ``prefill-0``."""
+    incarnation: str
+    pid: int
+    age_ms: int
+    left_ms: int
+    num_blocks: int
+
+
+class LeaseList(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """The standing read leases, oldest first; ``num_leases`` counts also those that did not fit."""
+
+    n: CallNumber
+    num_leases: int
+    leases: Annotated[tuple[LeaseInfo, ...], Meta(max_length=MAX_LEASES_LISTED)]
+
+
 class StoreStat(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """``free + used + writing + quarantined == total`` slots; ``pinned`` of them are under a read lease."""
 
@@ -201,10 +267,16 @@ class StoreStat(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     leases: int
     clients: int
     counters: dict[str, int]
+    tenants: dict[str, dict[str, int]] = {}
+    """Tenant -> tier -> bytes used."""
+    quotas: dict[str, int] = {}
+    """Tenant -> bytes it may use over all tiers."""
 
 
 ToNode = (
-    Attach
+    UpdateWeights
+    | LeasesAsk
+    | Attach
     | Match
     | ReleaseLease
     | Touched
@@ -217,5 +289,15 @@ ToNode = (
 )
 """What a store node accepts."""
 
-ToClient = Attached | AttachRefused | Matched | BlocksReserved | BlocksCommitted | StoreStat
+ToClient = (
+    Superseded
+    | WeightsUpdated
+    | LeaseList
+    | Attached
+    | AttachRefused
+    | Matched
+    | BlocksReserved
+    | BlocksCommitted
+    | StoreStat
+)
 """What a store client accepts."""

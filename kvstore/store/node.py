@@ -15,16 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvstore.core.ids import BlockDigest, BlockHash
+from kvstore.core.ids import BlockDigest, BlockHash, TenantId
+from kvstore.core.namespaces import EPOCH_FIELD, Namespaces, differing_texts
+from kvstore.core.quota import TenantBook
 from kvstore.core.slab_index import HolderId, LeaseId, SlabIndex
-from kvstore.errors import KopirError, ProtocolError
+from kvstore.errors import FingerprintMismatch, KopirError, ProtocolError
 from kvstore.net.channel import Channel, ChannelServer
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import ProcessWatch, boottime_ns
+from kvstore.store.auditor import Auditor
 from kvstore.store.messages import (
+    MAX_LEASES_LISTED,
     STORE_VERSION,
     AbortBlocks,
     Attach,
@@ -33,6 +37,9 @@ from kvstore.store.messages import (
     BlocksCommitted,
     BlocksReserved,
     CommitBlocks,
+    LeaseInfo,
+    LeaseList,
+    LeasesAsk,
     Match,
     Matched,
     MatchedBlock,
@@ -42,9 +49,12 @@ from kvstore.store.messages import (
     ReservedBlock,
     StatAsk,
     StoreStat,
+    Superseded,
     ToClient,
     ToNode,
     Touched,
+    UpdateWeights,
+    WeightsUpdated,
     WritesEnded,
 )
 from kvstore.store.slab import Slab
@@ -66,8 +76,17 @@ class _Session:
     client_id: str
     peer: PeerInfo
     channel: Channel
-    watch: ProcessWatch | None
+    namespace: str | None
+    """None: the client only looks."""
+    fingerprint: dict[str, str]
+    watch: ProcessWatch | None = None
     is_open: bool = True
+    is_superseded: bool = False
+    """The namespace has another fingerprint by now."""
+
+    @property
+    def may_use_blocks(self) -> bool:
+        return self.namespace is not None and not self.is_superseded
 
 
 class StoreNode:
@@ -82,9 +101,14 @@ class StoreNode:
         secret: bytes,
         loop: asyncio.AbstractEventLoop,
         clock_ns: Callable[[], int] = boottime_ns,
+        book: TenantBook | None = None,
     ) -> None:
+        """``book`` is the one that ``index`` charges."""
         self._slab = slab
         self._index = index
+        self._book = TenantBook() if book is None else book
+        self._namespaces = Namespaces()
+        self._auditor = Auditor(index, loop=loop, clock_ns=clock_ns)
         self._me = me
         self._loop = loop
         self._clock_ns = clock_ns
@@ -97,6 +121,7 @@ class StoreNode:
     async def start(self, host: str, port: int = 0) -> tuple[str, int]:
         """Listens; returns (host, port). Raises: OSError if the address is taken."""
         await self._server.start(host, port)
+        self._auditor.start()
         logger.info(
             "store_ready host=%s port=%d blocks=%d", self._server.host, self._server.port, self._slab.num_blocks
         )
@@ -105,6 +130,7 @@ class StoreNode:
     async def close(self) -> None:
         """Ends every session. The slab belongs to the caller, who closes it afterwards."""
         await self._server.close()
+        self._auditor.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -126,8 +152,39 @@ class StoreNode:
             pinned=counts.pinned,
             leases=counts.leases,
             clients=sum(session.is_open for session in self._sessions.values()),
-            counters={**self._index.counters.to_dict(), "rejected_connections": self._server.rejected},
+            counters={
+                **self._index.counters.to_dict(),
+                "rejected_connections": self._server.rejected,
+                "audits": self._auditor.num_looks,
+                "audit_findings": self._auditor.num_findings,
+            },
+            tenants={str(tenant): tiers for tenant, tiers in self._book.usage().items()},
+            quotas={str(tenant): quota_bytes for tenant, quota_bytes in self._book.quotas().items()},
         )
+
+    def set_quotas(self, quotas: Mapping[TenantId, int]) -> None:
+        """Replaces the quotas of all tenants, in bytes. Raises: BadInput."""
+        self._book.set_quotas(quotas)
+
+    def leases(self, n: int = 0) -> LeaseList:
+        """Returns who reads what at this moment; ``n`` is the call number to repeat."""
+        now_ns = self._clock_ns()
+        standing = self._index.leases()
+        infos = []
+        for lease in standing[:MAX_LEASES_LISTED]:
+            peer = self._sessions[lease.reader].peer
+            infos.append(
+                LeaseInfo(
+                    lease_id=lease.lease_id,
+                    holder=peer.peer_id,
+                    incarnation=peer.incarnation,
+                    pid=peer.pid,
+                    age_ms=(now_ns - lease.granted_ns) // 1_000_000,
+                    left_ms=(lease.deadline_ns - now_ns) // 1_000_000,
+                    num_blocks=len(lease.slots),
+                )
+            )
+        return LeaseList(n=n, num_leases=len(standing), leases=tuple(infos))
 
     # --- sessions -----------------------------------------------------------------------------------------
 
@@ -144,7 +201,7 @@ class StoreNode:
                 await channel.send(refusal)
                 await channel.close()
                 return
-            session = self._open_session(channel, ask.client_id)
+            session = self._open_session(channel, ask)
             await channel.send(self._attached(ask.n))
             while session.is_open:
                 reply = self._handle(session, await channel.recv())
@@ -157,10 +214,13 @@ class StoreNode:
             if session is not None:
                 self._end_connection(session)
 
-    def _open_session(self, channel: Channel, client_id: str) -> _Session:
+    def _open_session(self, channel: Channel, ask: Attach) -> _Session:
         self._num_sessions += 1
         holder = HolderId(f"{channel.peer.incarnation}#{self._num_sessions}")
-        session = _Session(holder, client_id, channel.peer, channel, self._watch(channel.peer, holder))
+        namespace = None if ask.block_bytes is None else ask.namespace
+        session = _Session(holder, ask.client_id, channel.peer, channel, namespace, ask.fingerprint)
+        if namespace is not None:
+            session.watch = self._watch(channel.peer, holder)
         self._sessions[holder] = session
         return session
 
@@ -174,12 +234,11 @@ class StoreNode:
         )
 
     def _refusal(self, ask: Attach, peer: PeerInfo) -> AttachRefused | None:
-        mine_and_theirs = {
-            "version": (STORE_VERSION, ask.version),
-            "block_bytes": (self._slab.block_bytes, ask.block_bytes),
+        mine_and_theirs: dict[str, tuple[object, object]] = {"version": (STORE_VERSION, ask.version)}
+        if ask.block_bytes is not None:
+            mine_and_theirs["block_bytes"] = (self._slab.block_bytes, ask.block_bytes)
             # The slab is shared memory: a client elsewhere could not map it, and its death could not be proved.
-            "host_identity": (self._me.host_identity, peer.host_identity),
-        }
+            mine_and_theirs["host_identity"] = (self._me.host_identity, peer.host_identity)
         for field, (mine, theirs) in mine_and_theirs.items():
             if mine != theirs:
                 return AttachRefused(
@@ -187,7 +246,18 @@ class StoreNode:
                 )
         if len(self._sessions) >= MAX_CLIENTS:
             return AttachRefused(n=ask.n, field="clients", message=f"{MAX_CLIENTS} clients are connected already")
-        return None
+        return None if ask.block_bytes is None else self._fingerprint_refusal(ask)
+
+    def _fingerprint_refusal(self, ask: Attach) -> AttachRefused | None:
+        differing = self._namespaces.attach(ask.namespace, ask.fingerprint)
+        if not differing:
+            return None
+        mine = self._namespaces.fingerprint(ask.namespace)
+        facts = "; ".join(
+            f"{name} is {mine.get(name)!r} here, {ask.fingerprint.get(name)!r} there" for name in differing
+        )
+        message = f"namespace {ask.namespace!r}: {FingerprintMismatch(differing)} ({facts})"
+        return AttachRefused(n=ask.n, field="fingerprint", message=message[:4096], differing_fields=differing)
 
     def _watch(self, peer: PeerInfo, holder: HolderId) -> ProcessWatch | None:
         """Returns a watch on the client's process; None when it cannot be had (then only its word ends quarantine)."""
@@ -252,13 +322,19 @@ class StoreNode:
                 self._report_corrupt(session, message)
             case WritesEnded():
                 self._writes_ended(session)
+            case UpdateWeights():
+                return self._update_weights(session, message)
             case StatAsk():
                 return self.stat(message.n)
+            case LeasesAsk():
+                return self.leases(message.n)
             case Attach():
                 raise ProtocolError("Attach twice on one connection")
         return None
 
     def _match(self, session: _Session, ask: Match) -> Matched:
+        if not session.may_use_blocks:
+            return Matched(n=ask.n, lease_id=None, blocks=())
         now_ns = self._clock_ns()
         found = self._index.match(
             [BlockHash(block_hash) for block_hash in ask.hashes],
@@ -276,12 +352,15 @@ class StoreNode:
         self._index.missed(message.num_missed)
 
     def _reserve(self, session: _Session, ask: ReserveBlocks) -> BlocksReserved:
+        if not session.may_use_blocks:
+            return BlocksReserved(n=ask.n, blocks=(ReservedBlock("no_room"),) * len(ask.hashes))
         now_ns = self._clock_ns()
         self._index.expire(now_ns)
         outcomes = self._index.reserve(
             [BlockHash(block_hash) for block_hash in ask.hashes],
             writer=session.holder,
             deadline_ns=_deadline_ns(now_ns, ask.lease_ms),
+            tenant=TenantId(ask.tenant),
         )
         return BlocksReserved(
             n=ask.n, blocks=tuple(ReservedBlock(o.status.value, o.slot, o.generation) for o in outcomes)
@@ -322,6 +401,30 @@ class StoreNode:
             freed = self._index.writer_dead(earlier.holder)
             logger.info("store_writes_ended peer=%s freed_blocks=%d", session.peer.peer_id, freed)
             self._forget(earlier)
+
+    def _update_weights(self, session: _Session, ask: UpdateWeights) -> WeightsUpdated:
+        """The client's weights changed: others of its namespace that still have the old ones are told so."""
+        name = session.namespace
+        if name is None or not self._namespaces.update(name, ask.fingerprint):
+            return WeightsUpdated(n=ask.n, updated=False)
+        session.fingerprint, session.is_superseded = ask.fingerprint, False
+        logger.info("store_weights_updated namespace=%s epoch=%s", name, ask.fingerprint.get(EPOCH_FIELD))
+        for other in tuple(self._sessions.values()):
+            if other.namespace != name or other is session or not other.is_open:
+                continue
+            differing = differing_texts(ask.fingerprint, other.fingerprint)
+            if differing and not other.is_superseded:
+                other.is_superseded = True
+                self._tell(other, Superseded(differing_fields=differing))
+        return WeightsUpdated(n=ask.n, updated=True)
+
+    def _tell(self, session: _Session, message: ToClient) -> None:
+        """Sends what nobody asked for; a client that does not read loses its connection."""
+        try:
+            session.channel.send_nowait(message)
+        except KopirError as error:
+            logger.info("store_client_gone peer=%s error=%s", session.peer.peer_id, error)
+            session.channel.abort()
 
     def _check_slot(self, slot: int) -> None:
         if slot >= self._slab.num_blocks:

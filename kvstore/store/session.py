@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvstore.core.ids import BlockDigest, BlockHash
+from kvstore.core.ids import BlockDigest, BlockHash, TenantId
+from kvstore.core.quota import NOBODY
 from kvstore.digest import block_digest, verify
 from kvstore.errors import KopirError
 from kvstore.net.channel import Channel
@@ -34,6 +35,7 @@ from kvstore.store.messages import (
     ReportCorrupt,
     ReserveBlocks,
     SlotRef,
+    Superseded,
     Touched,
     WrittenBlock,
 )
@@ -57,8 +59,16 @@ class _Call:
 class StoreSession:
     """Calls over one connection. Made by ``StoreClient`` after the node's ``Attached``."""
 
-    def __init__(self, channel: Channel, slab: Slab, *, clock_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        slab: Slab,
+        *,
+        clock_ns: Callable[[], int],
+        on_superseded: Callable[[Superseded], None] = lambda notice: None,
+    ) -> None:
         self.slab = slab
+        self._on_superseded = on_superseded
         self.reader = SharedReader(slab)
         self.clock_ns = clock_ns
         self._channel = channel
@@ -137,6 +147,9 @@ class StoreSession:
         try:
             while True:
                 message = await self._channel.recv()
+                if isinstance(message, Superseded):
+                    self._on_superseded(message)
+                    continue
                 call = self._calls.pop(message.n, None)
                 if call is not None and not call.answer.done():
                     call.answer.set_result(message)
@@ -184,12 +197,14 @@ class StoreSession:
         return lease
 
     async def reserve(
-        self, hashes: Sequence[BlockHash], *, lease_ms: int, deadline_s: float
+        self, hashes: Sequence[BlockHash], *, lease_ms: int, deadline_s: float, tenant: TenantId = NOBODY
     ) -> WriteReservation | None:
         """Asks for writable slots; None when the store is lost. Each reservation must be finished or aborted."""
         sent_ns = self.clock_ns()
         answer = await self.call(
-            lambda n: ReserveBlocks(n=n, hashes=tuple(hashes), lease_ms=lease_ms), BlocksReserved, deadline_s=deadline_s
+            lambda n: ReserveBlocks(n=n, hashes=tuple(hashes), lease_ms=lease_ms, tenant=tenant),
+            BlocksReserved,
+            deadline_s=deadline_s,
         )
         if answer is None:
             return None
@@ -261,7 +276,7 @@ class WriteReservation:
         self._deadline_ns = deadline_ns
         self._on_finish: Callable[[], None] = lambda: None
         self.statuses = tuple(block.status for block in reserved.blocks)
-        """For each hash of the ask: ``granted``, ``present``, ``in_progress`` or ``no_room``."""
+        """For each hash of the ask: ``granted``, ``present``, ``in_progress``, ``no_room`` or ``over_quota``."""
         self._open: dict[int, SlotRef] = {
             index: SlotRef(block_hash, block.slot, block.generation)
             for index, (block_hash, block) in enumerate(zip(hashes, reserved.blocks, strict=True))

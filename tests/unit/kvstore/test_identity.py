@@ -133,10 +133,10 @@ def test_a_value_of_the_wrong_type_is_refused() -> None:
 
 # --- block hashes -------------------------------------------------------------------------------------------
 
-GOLDEN_FINGERPRINT = "3929c873467c3cef9e46b37d530b208a5cda5ec03a1f6fe2f58583c76d7a2b43"
-GOLDEN_FIRST = "e5f462d32e5768030f75babd302520c69a0cd1864b4d107adf0a42ae8d1a5e0f"
-GOLDEN_SECOND = "4ce85409af890136c9772fb1525ab493c238d36b4bba65bf875c44c167b56532"
-GOLDEN_SALTED = "bef466672b40b014f86d496a6b5411dc89f2b6c333bfab489714828bc56ae0b5"
+GOLDEN_FINGERPRINT = "f74b276c8753ceeaa8ccb5bd56554a854eb9d7764a58191fa6667abddb39b1de"
+GOLDEN_FIRST = "4076666d8474a9163a7f16974d05b2a292c8f13c3d9ff8558d164c53a5bf4b24"
+GOLDEN_SECOND = "5cb5e6019211433fb4156451e24ffe544f854d12ea5de2779796e2a4ea8da69e"
+GOLDEN_SALTED = "f4bc7af706a6053f40cb8ebc6288a192864d77dcb20605190a972198ea8ef118"
 
 
 def test_hashes_have_their_golden_values() -> None:

@@ -6,146 +6,19 @@ import asyncio
 import os
 import secrets
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 
 import pytest
 from store_process import block_hash_of, content, make_peer
+from store_site import BLOCK_BYTES, DEADLINE_S, Site, blocks, load, until
 from test_identity import make_fingerprint
 
 from kvstore.core.identity import prefix_hashes
 from kvstore.core.ids import BlockHash
 from kvstore.net.handshake import PeerInfo
-from kvstore.net.host import new_incarnation
 from kvstore.store import client as client_module
 from kvstore.store.client import LoadResult, PutBlock, PutResult, StoreClient
-from kvstore.store.host import StoreHost
-from kvstore.store.messages import StoreStat
 from kvstore.store.node import boottime_ns
-
-BLOCK_BYTES = 5000
-SECRET = bytes(32)
-DEADLINE_S = 20.0
-HELPER = Path(__file__).with_name("store_process.py")
-
-
-class Process:
-    """One helper process; its commands are lines, its answers too."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    async def line(self) -> str:
-        assert self.process.stdout is not None
-        async with asyncio.timeout(DEADLINE_S):
-            return (await self.process.stdout.readline()).decode().strip()
-
-    async def ask(self, command: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{command}\n".encode())
-        return await self.line()
-
-    async def kill(self) -> None:
-        if self.process.returncode is None:
-            self.process.kill()
-        await self.process.communicate()
-
-
-class Site:
-    """One store node in this process, and everything that was started beside it."""
-
-    def __init__(self, shm_dir: Path) -> None:
-        self._shm_dir = shm_dir
-        self._processes: list[Process] = []
-        self._clients: list[StoreClient] = []
-        self._hosts: list[StoreHost] = []
-        self.address = ("", 0)
-
-    def start_host(self, num_blocks: int = 16) -> StoreHost:
-        host = StoreHost(
-            node="test", incarnation=new_incarnation(), secret=SECRET, block_bytes=BLOCK_BYTES, num_blocks=num_blocks,
-            shm_dir=self._shm_dir,
-        )  # fmt: skip
-        self.address = host.start("127.0.0.1")
-        self._hosts.append(host)
-        return host
-
-    async def client(self, *, me: PeerInfo | None = None, **options: object) -> StoreClient:
-        """A connected client in this process."""
-        client = self.make_client(me=me, **options)
-        client.start(*self.address)
-        assert await client.wait_connected(DEADLINE_S), client.refusal
-        return client
-
-    def make_client(self, *, me: PeerInfo | None = None, **options: object) -> StoreClient:
-        arguments = {"block_bytes": BLOCK_BYTES, "call_deadline_s": DEADLINE_S, "lease_ms": 60_000, **options}
-        client = StoreClient(me=me or make_peer("in-process"), secret=SECRET, **arguments)  # type: ignore[arg-type]
-        self._clients.append(client)
-        return client
-
-    async def worker(self, *, lease_ms: int = 60_000) -> Process:
-        host, port = self.address
-        worker = await self._spawn("worker", SECRET.hex(), BLOCK_BYTES, host, port, lease_ms)
-        assert await worker.line() == "ready"
-        return worker
-
-    async def node(self, num_blocks: int = 16) -> Process:
-        """A node process of its own, which can be killed."""
-        node = await self._spawn("node", SECRET.hex(), BLOCK_BYTES, num_blocks, self._shm_dir)
-        host, port = (await node.line()).split()
-        self.address = (host, int(port))
-        return node
-
-    async def close(self) -> None:
-        for process in self._processes:
-            await process.kill()
-        for client in self._clients:
-            await client.close()
-        for host in self._hosts:
-            host.close()
-
-    async def _spawn(self, *arguments: object) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, str(HELPER), *map(str, arguments), stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        self._processes.append(Process(process))
-        return self._processes[-1]
-
-
-@pytest.fixture
-async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    site = Site(tmp_path)
-    try:
-        yield site
-    finally:
-        await site.close()
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [], "a slab was left behind"
-
-
-async def until(look: Callable[[], Awaitable[StoreStat | None]], accept: Callable[[StoreStat], bool]) -> StoreStat:
-    """Asks again and again, one round trip at a time, until the answer is accepted; fails after ``DEADLINE_S``."""
-    stat = None
-    end_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end_s:
-        stat = await look()
-        if stat is not None and accept(stat):
-            return stat
-    raise AssertionError(f"not within {DEADLINE_S} s: {stat}")
-
-
-def blocks(*numbers: int) -> list[PutBlock]:
-    return [PutBlock(block_hash_of(number), content(number, BLOCK_BYTES)) for number in numbers]
-
-
-async def load(client: StoreClient, *numbers: int) -> tuple[LoadResult, list[bytes]]:
-    """Loads a prefix; returns the result and the bytes of the blocks that count as loaded."""
-    buffers = [bytearray(BLOCK_BYTES) for _ in numbers]
-    result = await client.load_blocks(list(map(block_hash_of, numbers)), buffers.__getitem__, deadline_s=DEADLINE_S)
-    return result, [bytes(buffer) for buffer in buffers[: result.num_loaded]]
-
 
 # --- the ordinary case --------------------------------------------------------------------------------------
 

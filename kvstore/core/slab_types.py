@@ -1,0 +1,110 @@
+"""The vocabulary of the slab index: states, outcomes, leases and counts. Owns nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import NewType
+
+from kvstore.core.ids import BlockDigest
+
+HolderId = NewType("HolderId", str)
+"""One connection of one process life (incarnation): holder of read leases and write reservations."""
+
+LeaseId = NewType("LeaseId", int)
+"""A read lease; never reused in the life of an index."""
+
+
+class SlabSlotState(Enum):
+    """Where a slot is in its life cycle."""
+
+    FREE = "free"
+    WRITING = "writing"
+    USED = "used"
+    QUARANTINED = "quarantined"
+
+
+class ReserveStatus(Enum):
+    """What became of one hash of a ``reserve``."""
+
+    GRANTED = "granted"
+    PRESENT = "present"
+    IN_PROGRESS = "in_progress"
+    NO_ROOM = "no_room"
+    OVER_QUOTA = "over_quota"
+    """The tenant uses all it may, and has no block that could leave for this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveOutcome:
+    """Answer for one hash. ``slot`` and ``generation`` mean something only when ``status`` is GRANTED."""
+
+    status: ReserveStatus
+    slot: int = 0
+    generation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedBlock:
+    """One block of a match: where it is, which life of the slot, and the digest its bytes must have."""
+
+    slot: int
+    generation: int
+    digest: BlockDigest
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """The longest usable prefix, pinned under one lease; no blocks, no lease."""
+
+    lease_id: LeaseId | None
+    blocks: tuple[LeasedBlock, ...]
+
+
+NO_MATCH = MatchResult(None, ())
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLease:
+    """One standing read lease, for auditors."""
+
+    lease_id: LeaseId
+    reader: HolderId
+    granted_ns: int
+    deadline_ns: int
+    slots: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class SlabCounters:
+    """What happened since the index was made; each only grows."""
+
+    hit_blocks: int = 0
+    missed_blocks: int = 0
+    committed_blocks: int = 0
+    evicted_blocks: int = 0
+    aborted_blocks: int = 0
+    corrupt_blocks: int = 0
+    refused_commits: int = 0
+    no_room_blocks: int = 0
+    over_quota_blocks: int = 0
+    expired_write_blocks: int = 0
+    expired_leases: int = 0
+    refused_leases: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Returns name -> count."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class SlabCounts:
+    """``free + used + writing + quarantined == total`` at any time; ``pinned`` is a part of used or quarantined."""
+
+    free: int
+    used: int
+    writing: int
+    quarantined: int
+    total: int
+    pinned: int
+    leases: int
