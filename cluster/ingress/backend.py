@@ -80,12 +80,14 @@ class RelayBackend(Backend):
         self._clock_ns = clock_ns
         self._metrics = RelayMetrics(registry)
         self._relay = RelayServer(me=me, secret=secret, lease_ms=config.attempts.lease_ms, clock_ns=clock_ns, sink=self)
-        self._metrics.rejected_connections.set_function(lambda: self._relay.rejected)
         self._fleet = Fleet(me.host_identity, on_gone=self._on_worker_gone)
         self._running: dict[str, RunningRequest] = {}
         self._by_attempt: dict[str, RunningRequest] = {}
         self._policy = PolicySource(config)
         self._book = RecordBook(me.incarnation, lease_ms=config.attempts.lease_ms)
+        rejected = self._metrics.rejected_connections
+        rejected.labels("relay").set_function(lambda: self._relay.rejected)
+        rejected.labels("siblings").set_function(lambda: self._book.rejected)
         self._me = me
         self._secret = secret
         self._tasks: list[asyncio.Task[None]] = []

@@ -70,6 +70,11 @@ class RecordBook:
         if self._ledger is not None:
             await asyncio.to_thread(self._ledger.close)
 
+    @property
+    def rejected(self) -> int:
+        """Connections to the siblings' port that could not prove themselves."""
+        return 0 if self._siblings is None else self._siblings.rejected
+
     # --- from the driver ------------------------------------------------------------------------------------
 
     def running(self, tenant: str, record: Callable[[], dict[str, Any]], told: tuple[str, str, bool, int]) -> None:

@@ -27,7 +27,10 @@ class RelayMetrics:
             "kopir_stale_messages", "Messages about attempts that are over.", registry=registry
         )
         self.rejected_connections = Gauge(
-            "kopir_relay_rejected_connections", "Connections to the relay that failed its handshake.", registry=registry
+            "kopir_rejected_connections",
+            "Connections to one of the ingress's own ports that failed the handshake.",
+            ("port",),
+            registry=registry,
         )
 
     def account(self, close: Close) -> None:

@@ -26,7 +26,7 @@ TOOLS: list[Any] = [
 ]
 
 
-def test_an_answer_fits_its_schema(client: openai.OpenAI, cluster: Cluster) -> None:
+def test_an_answer_fits_its_schema(client: openai.OpenAI, pair: Cluster) -> None:
     """Greedy, cold and from the cache, streamed and whole: the same JSON, which fits."""
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
     whole = ask(client, messages=QUESTION, response_format=wanted, max_tokens=60)
@@ -37,10 +37,10 @@ def test_an_answer_fits_its_schema(client: openai.OpenAI, cluster: Cluster) -> N
     # A model of this size may write a long object: then it is cut off, but it is the start of one.
     text = ask(client, messages=QUESTION, response_format={"type": "json_object"}, max_tokens=60).text
     assert text.startswith("{")
-    cluster.at_rest()
+    pair.wait_idle()
 
 
-def test_a_tool_must_be_called(client: openai.OpenAI, cluster: Cluster) -> None:
+def test_a_tool_must_be_called(client: openai.OpenAI, pair: Cluster) -> None:
     """Required: one call with arguments that fit, streamed as well; its result can be sent back."""
     asked: dict[str, Any] = {
         "model": MODEL, "messages": QUESTION, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
@@ -62,11 +62,11 @@ def test_a_tool_must_be_called(client: openai.OpenAI, cluster: Cluster) -> None:
     ]
     after = ask(client, messages=told, tools=TOOLS, tool_choice="none", max_tokens=8)
     assert after.completion_tokens >= 1
-    cluster.at_rest()
+    pair.wait_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_choices_by_seed(client: openai.OpenAI, cluster: Cluster, stream: bool) -> None:
+def test_several_choices_by_seed(client: openai.OpenAI, pair: Cluster, stream: bool) -> None:
     """n=3: the first is what n=1 gives, all come again with the same seed, and they differ from each other."""
     body: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 1.0, "seed": 11, "max_tokens": 12}
     one = client.chat.completions.create(**body).choices[0].message.content
@@ -84,4 +84,4 @@ def test_several_choices_by_seed(client: openai.OpenAI, cluster: Cluster, stream
     assert first[0] == one
     assert len(set(first)) == 3
     assert texts() == first
-    cluster.at_rest()
+    pair.wait_idle()
