@@ -219,7 +219,13 @@ class LedgerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class AuthConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who may use the endpoint and who belongs to the cluster."""
 
-    keys_file: Annotated[Text | None, doc("YAML file of tenants and key hashes; `null` asks for no key.")] = None
+    keys_file: Annotated[
+        Text | None,
+        doc("YAML file of tenants and key hashes (`kopir keys`); `null` asks for no key and allows loopback only."),
+    ] = None
+    reload_s: Annotated[
+        Annotated[float, Meta(ge=0.05, le=3600.0)], doc("Seconds between two looks at the keys file.")
+    ] = 1.0
     cluster_secret_file: Annotated[
         Text | None, doc("File of the secret that processes of a cluster share; `null` makes a fresh one per start.")
     ] = None

@@ -35,12 +35,11 @@ def check_supported(config: Config) -> None:
             config.attempts.max_attempts != 1,
             "attempts are recorded, not yet retried: only 1 is available",
         ),
-        ("auth.keys_file", config.auth.keys_file, config.auth.keys_file is not None, "there are no tenants yet"),
         (
             "server.host",
             config.server.host,
-            config.server.host not in ("127.0.0.1", "localhost", "::1"),
-            "without API keys the endpoint listens on loopback only",
+            config.auth.keys_file is None and config.server.host not in ("127.0.0.1", "localhost", "::1"),
+            "without API keys (auth.keys_file) the endpoint listens on loopback only",
         ),
     )
     for field, value, refused, why in refusals:
@@ -85,6 +84,8 @@ def make_plan(config: Config, *, model_path: Path, model: ModelConfig, cores: in
         num_blocks=config.kv.host_bytes // layout.block_bytes,
         bind_host="127.0.0.1",
         host_identity=config.kv.host_identity,
+        keys_file=config.auth.keys_file,
+        keys_reload_s=config.auth.reload_s,
     )
     if store.num_blocks < 1:
         raise BadInput("kv.host_bytes", config.kv.host_bytes, f"one block needs {layout.block_bytes} bytes")

@@ -38,7 +38,7 @@ class PolicySource:
         """Raises: ConfigError if the file cannot be used; at the start there is nothing to fall back to."""
         self._path = Path(config.policy.file) if config.policy.file is not None else None
         self._reload_s = config.policy.reload_s
-        self._stamp = _stamp(self._path)
+        self._stamp = file_stamp(self._path)
         attempts = config.attempts
         self.current = (
             load_policy(self._path)
@@ -57,7 +57,7 @@ class PolicySource:
 
     def look(self) -> bool:
         """Takes the file if it has changed. Returns True if another policy is in force now. Blocking."""
-        if self._path is None or (stamp := _stamp(self._path)) == self._stamp:
+        if self._path is None or (stamp := file_stamp(self._path)) == self._stamp:
             return False
         self._stamp = stamp
         try:
@@ -75,7 +75,7 @@ class PolicySource:
         return True
 
 
-def _stamp(path: Path | None) -> _Stamp:
+def file_stamp(path: Path | None) -> _Stamp:
     """Returns what changes whenever a file is written or replaced; None while it is not there."""
     try:
         stat = path.stat() if path is not None else None

@@ -45,7 +45,7 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
     Returns: 0 after SIGINT or SIGTERM. Raises: BadInput, EnvironmentProblem; nothing is left running then.
     """
     planning.check_supported(config)
-    config = _with_policy(_with_ledger(config))
+    config = _with_keys(_with_policy(_with_ledger(config)))
     model_path = hub.resolve(config.model)
     model = read_config(model_path)
     plan = planning.make_plan(config, model_path=model_path, model=model, cores=machine.usable_cores())
@@ -66,7 +66,7 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
     try:
         stop.install()
         cluster = local.LocalCluster(config, plan, model_path=str(model_path), secret=cluster_secret(config))
-        url = f"http://{config.server.host}:{port}"
+        url = f"http://{_reachable(config.server.host)}:{port}"
         _start(cluster, port, url, stop)
         if stop.is_set():
             return 0
@@ -83,6 +83,13 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
         local.stop_ray(local=config.cluster.address == "local")
         # A store node that was killed could not unlink its slab itself.
         remove_dead_slabs()
+
+
+def _reachable(host: str) -> str:
+    """Returns how this machine reaches an address that the endpoint listens on."""
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1" if host == "0.0.0.0" else "[::1]"
+    return f"[{host}]" if ":" in host else host
 
 
 def _with_ledger(config: Config) -> Config:
@@ -106,6 +113,17 @@ def _with_policy(config: Config) -> Config:
     path = Path(config.policy.file).absolute()
     load_policy(path)
     return msgspec.structs.replace(config, policy=msgspec.structs.replace(config.policy, file=str(path)))
+
+
+def _with_keys(config: Config) -> Config:
+    """Returns the configuration with a keys file that every process finds. Raises: ConfigError if it is unusable."""
+    from cluster.keys_source import load_keys
+
+    if config.auth.keys_file is None:
+        return config
+    path = Path(config.auth.keys_file).absolute()
+    load_keys(path)
+    return msgspec.structs.replace(config, auth=msgspec.structs.replace(config.auth, keys_file=str(path)))
 
 
 def cluster_secret(config: Config) -> bytes:

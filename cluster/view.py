@@ -41,6 +41,9 @@ class StoreSpec(Struct, frozen=True, kw_only=True):
     num_blocks: int
     bind_host: str
     host_identity: str
+    keys_file: str | None = None
+    """Where the tenants' quotas stand."""
+    keys_reload_s: float = 1.0
 
 
 class StoreAddress(Struct, frozen=True, kw_only=True):

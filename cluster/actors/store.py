@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -10,6 +11,7 @@ import ray
 from cluster.view import StoreAddress, StoreSpec
 
 if TYPE_CHECKING:
+    from cluster.keys_source import KeysSource
     from kvstore.store.host import StoreHost
 
 ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 8, "num_cpus": 0}
@@ -22,12 +24,15 @@ class StoreProcess:
         self._spec = spec
         self._secret = secret
         self._host: StoreHost | None = None
+        self._stopped = threading.Event()
 
     def start(self) -> StoreAddress:
         """Allocates the slab and listens. Raises: EnvironmentProblem when shared memory is too small."""
+        from cluster.keys_source import KeysSource
         from kvstore.store.host import StoreHost
 
         spec = self._spec
+        keys = None if spec.keys_file is None else KeysSource(spec.keys_file, reload_s=spec.keys_reload_s)
         self._host = StoreHost(
             node=spec.node,
             incarnation=spec.incarnation,
@@ -35,9 +40,19 @@ class StoreProcess:
             block_bytes=spec.block_bytes,
             num_blocks=spec.num_blocks,
             host_identity=spec.host_identity,
+            quotas=None if keys is None else keys.current.quotas(),
         )
         host, port = self._host.start(spec.bind_host)
+        if keys is not None:
+            threading.Thread(target=self._follow, args=(keys,), name="kopir-quotas", daemon=True).start()
         return StoreAddress(incarnation=spec.incarnation, host=host, port=port, pid=os.getpid())
+
+    def _follow(self, keys: KeysSource) -> None:
+        """Brings changed quotas into force, until the node stops."""
+        assert self._host is not None
+        while not self._stopped.wait(self._spec.keys_reload_s):
+            if keys.look():
+                self._host.set_quotas(keys.current.quotas())
 
     def status(self) -> dict[str, Any]:
         """Returns this node's entry of ``kopir status --json``."""
@@ -55,6 +70,7 @@ class StoreProcess:
 
     def stop(self) -> None:
         """Unlinks the slab and closes every link."""
+        self._stopped.set()
         if self._host is not None:
             self._host.close()
 

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from cluster.cli import chat, config, doctor, down, model, policy, request, serve, sim, status
+from cluster.cli import chat, config, doctor, down, keys, model, policy, request, serve, sim, status
 from cluster.cli.common import say_error, write
 from kvstore.errors import BadInput, EnvironmentProblem, KopirError
 
@@ -91,6 +91,7 @@ for _module in (serve, chat, status, request, down, doctor):
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")
 app.add_typer(policy.app, name="policy")
+app.add_typer(keys.app, name="keys")
 app.add_typer(sim.app, name="sim")
 
 

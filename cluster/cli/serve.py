@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,13 +43,15 @@ def serve(
 
     from cluster.serve import run
 
-    code: int = run(settings, on_ready=_announce)
+    code: int = run(settings, on_ready=partial(_announce, has_keys=settings.auth.keys_file is not None))
     return code
 
 
-def _announce(url: str) -> None:
+def _announce(url: str, *, has_keys: bool) -> None:
     base = url.rstrip("/").removesuffix("/v1")
     write(f"Kopir is ready at {base}/v1 - talk to it with `kopir chat`; Ctrl-C stops it.")
+    if not has_keys:
+        write("No API keys are configured (auth.keys_file): it listens on loopback only and answers everybody there.")
 
 
 def register(app: typer.Typer) -> None:

@@ -6,6 +6,7 @@ calls, so that the same ingress runs in tests without a cluster.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,11 +20,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cluster.config import Config
+from cluster.core.tenants import EVERYBODY, Tenant, TenantMeter
 from cluster.ingress.api.app import create_app
 from cluster.ingress.api.services import ApiLimits
+from cluster.ingress.api.tenants import Tenants, tenant_of_scope
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.backend import RelayBackend
 from cluster.ingress.metrics import IngressMetrics
+from cluster.keys_source import keys_source
 from cluster.view import ClusterView
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns, host_identity
@@ -51,6 +55,13 @@ class IngressApp:
         )
         self._tokenizer = TokenizerBundle.from_folder(folder)
         self._metrics = IngressMetrics()
+        self._keys = keys_source(config)
+        self._watch_keys: asyncio.Task[None] | None = None
+        self._tenants = Tenants(
+            ring=lambda: None if self._keys is None else self._keys.current,
+            meter=TenantMeter(shares=config.ingress.replicas),
+            clock_ns=boottime_ns,
+        )
         self._backend = RelayBackend(
             config,
             me=self._me,
@@ -77,6 +88,7 @@ class IngressApp:
             self._tokenizer,
             ApiLimits(max_body_bytes=self._config.limits.max_body_bytes),
             metrics=self._metrics,
+            tenants=self._tenants,
         )
 
         @asynccontextmanager
@@ -87,8 +99,8 @@ class IngressApp:
             finally:
                 await on_stop()
 
-        async def status(_: Request) -> Response:
-            return JSONResponse(await self._status(await cluster_status()))
+        async def status(request: Request) -> Response:
+            return JSONResponse(await self._status(await cluster_status(), tenant_of_scope(request.scope)))
 
         app.router.lifespan_context = lifespan
         app.router.routes.append(Route("/internal/status", status, methods=["GET"]))
@@ -96,11 +108,15 @@ class IngressApp:
 
     async def start(self) -> tuple[str, int]:
         """Joins the ledger, then listens for workers; returns (host, port)."""
+        if self._keys is not None:
+            self._watch_keys = asyncio.create_task(self._keys.watch())
         await self._backend.join_ledger(RELAY_HOST)
         return await self._backend.start(RELAY_HOST)
 
     async def close(self) -> None:
         """Ends running requests honestly, then the links."""
+        if self._watch_keys is not None:
+            self._watch_keys.cancel()
         await self._backend.close()
 
     def set_view(self, view: ClusterView) -> None:
@@ -112,13 +128,15 @@ class IngressApp:
         """Version of the membership in use."""
         return self._backend.view_version
 
-    async def _status(self, cluster: dict[str, Any]) -> dict[str, Any]:
+    async def _status(self, cluster: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
+        """Returns the facts; with keys configured, a tenant sees the streams of its own only."""
         workers = await self._backend.worker_statuses()
-        streams = self._backend.streams()
+        num_streams = len(self._backend.streams())
+        streams = self._backend.streams(None if tenant == EVERYBODY else tenant.name)
         return {
             "workers": workers,
             "store": cluster.get("store", []),
-            "ingress": [{"id": self._me.peer_id, "pid": self._me.pid, "streams": len(streams)}],
+            "ingress": [{"id": self._me.peer_id, "pid": self._me.pid, "streams": num_streams}],
             "directory": {"pid": None},
             "controller": cluster.get("controller", {"pid": None}),
             "policy": self._backend.policy_status(),

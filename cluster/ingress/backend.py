@@ -228,8 +228,8 @@ class RelayBackend(Backend):
         policy = self._policy.current
         return {"version": policy.version, "digest": policy.digest, "error": self._policy.error}
 
-    def streams(self) -> list[dict[str, Any]]:
-        """Returns the requests that run here."""
+    def streams(self, tenant: str | None = None) -> list[dict[str, Any]]:
+        """Returns the requests that run here, of one tenant or of all."""
         return [
             {
                 "request_id": request.request_id,
@@ -239,6 +239,7 @@ class RelayBackend(Backend):
                 "delivered_output_tokens": request.machine.num_delivered,
             }
             for request in self._running.values()
+            if tenant in (None, request.tenant)
         ]
 
     # --- RelaySink ------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class Answer(ABC):
             Choice(index, plan, services.tokenizer.table, call_ids=partial(_call_id, request_id, index))
             for index in range(plan.num_choices)
         ]
+        self._computed = True
         self._started = False
         """The first byte went out, or is about to."""
         backend = services.backend
@@ -77,6 +78,7 @@ class Answer(ABC):
         try:
             outcome = await self._run_watched(receive, send)
         except ApiError as error:
+            self._computed = self._num_tokens > 0
             outcome = "failed" if error.status >= 500 else "rejected"
             raise
         finally:
@@ -85,6 +87,11 @@ class Answer(ABC):
             metrics.generated_tokens.inc(self._num_tokens)
             if self._started:
                 metrics.delivered_tokens.inc(self._num_delivered)
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that a quota counts: the prompt once anything was computed, and what was generated."""
+        return self._plan.num_prompt_tokens + self._num_tokens if self._computed else 0
 
     async def _run_watched(self, receive: Receive, send: Send) -> str:
         """Returns the outcome, as named in ``metrics.OUTCOMES``."""

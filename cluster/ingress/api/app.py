@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,13 +18,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cluster.ingress.api.answer import Receive, Send, request_id_of_choice
-from cluster.ingress.api.backend import DEFAULT_TENANT, Backend
+from cluster.ingress.api.backend import Backend
 from cluster.ingress.api.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, as_api_error, echo
 from cluster.ingress.api.identity import RequestIdentity, request_id_of
 from cluster.ingress.api.parse import ClientGone, parse, read_body
+from cluster.ingress.api.plan import AnswerPlan
 from cluster.ingress.api.schema import MAX_CHOICES, ChatRequest, CompletionRequest
 from cluster.ingress.api.services import ApiLimits, Services
 from cluster.ingress.api.stream import StreamedAnswer
+from cluster.ingress.api.tenants import KeyCheck, tenant_of_scope
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.api.whole import WholeAnswer
 from cluster.ingress.api.wire import Model, ModelList, encode_json
@@ -60,6 +64,7 @@ def create_app(
         ],
         exception_handlers=_error_handlers(services),
     )
+    app.add_middleware(KeyCheck, tenants=services.tenants, count=partial(_count_error, services))
     app.add_middleware(RequestIdentity, make_request_id=services.make_request_id)
     return app
 
@@ -91,16 +96,27 @@ class GenerationEndpoint:
             plan = await self._planner.chat(parse(body, ChatRequest))
         else:
             plan = await self._planner.completion(parse(body, CompletionRequest))
+        await self._answer(scope, receive, send, plan, arrived_s)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, plan: AnswerPlan, arrived_s: float) -> None:
+        services, headers = self._services, Request(scope).headers
+        tenant, request_id = tenant_of_scope(scope), request_id_of(scope)
+        spec = msgspec.structs.replace(plan.spec, tenant_salt=tenant.salt)
         answer = (StreamedAnswer if plan.stream else WholeAnswer)(
             services,
-            plan,
-            request_id=request_id_of(scope),
+            msgspec.structs.replace(plan, spec=spec),
+            request_id=request_id,
             # Behind the proxy the client's own id arrives under another name, see ``proxy_edge``.
             label=_label(headers.get("x-kopir-label", headers.get("x-request-id"))),
-            tenant=DEFAULT_TENANT,
+            tenant=tenant.name,
             arrived_s=arrived_s,
         )
-        await answer.run(receive, send)
+        most = plan.num_prompt_tokens + plan.num_choices * plan.spec.max_tokens
+        with services.tenants.place(tenant, request_id, num_tokens=most, num_choices=plan.num_choices) as usage:
+            try:
+                await answer.run(receive, send)
+            finally:
+                usage.tokens = answer.used_tokens
 
 
 class InfoEndpoints:
@@ -146,12 +162,13 @@ class InfoEndpoints:
 
     async def _record(self, request: Request, ask: Callable[..., Awaitable[dict[str, Any] | None]]) -> Response:
         request_id = request.path_params["request_id"]
-        record = await ask(request_id, tenant=DEFAULT_TENANT)
+        tenant = tenant_of_scope(request.scope).name
+        record = await ask(request_id, tenant=tenant)
         if record is None:
             raise NotFound(f"No request {echo(request_id)} is known.", param="request_id", code="request_not_found")
         others = []
         for index in range(1, MAX_CHOICES):
-            other = await ask(request_id_of_choice(request_id, index), tenant=DEFAULT_TENANT)
+            other = await ask(request_id_of_choice(request_id, index), tenant=tenant)
             if other is None:
                 break
             others.append(other)
@@ -160,7 +177,7 @@ class InfoEndpoints:
 
 def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Any], Coroutine[Any, Any, Response]]]:
     def answer(request: Request, error: ApiError) -> Response:
-        services.metrics.errors.labels(str(error.status), error.code or "").inc()
+        _count_error(services, error)
         response = Response(error.body(), status_code=error.status, media_type="application/json")
         response.raw_headers.extend(error.headers())
         return response
@@ -187,6 +204,10 @@ def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Any], Co
         return response
 
     return {KopirError: expected, HTTPException: routing, Exception: unexpected}
+
+
+def _count_error(services: Services, error: ApiError) -> None:
+    services.metrics.errors.labels(str(error.status), error.code or "").inc()
 
 
 def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

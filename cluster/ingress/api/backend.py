@@ -35,8 +35,6 @@ InterruptReason = Literal[
 FinishReason = Literal["stop", "length"]
 CancelReason = Literal["client_gone", "cancelled", "gateway_fault"]
 
-DEFAULT_TENANT = "default"
-
 
 class TokenBatch(Struct, frozen=True):
     """Tokens ``[first_index, first_index + len(token_ids))``; continues exactly what ``next()`` has given before."""

@@ -2,6 +2,8 @@
 
     ApiError (KopirError)          status, type, code, param, retry advice
     ├── InvalidRequest      400    the body cannot be used; names the field
+    ├── Unauthorized        401    no key, or one that is not known
+    ├── Forbidden           403    a known key that may not be used
     ├── NotFound            404    model, request or path
     ├── BodyTooLarge        413
     ├── Overloaded          429    quota or queue is full; retry-after
@@ -79,6 +81,23 @@ class InvalidRequest(ApiError):
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message, param=param, code=code)
+
+
+class Unauthorized(ApiError):
+    """401: no key, or an unknown one."""
+
+    status = 401
+    type = "authentication_error"
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [*super().headers(), (b"www-authenticate", b"Bearer")]
+
+
+class Forbidden(ApiError):
+    """403: the key is known and may not be used."""
+
+    status = 403
+    type = "permission_error"
 
 
 class NotFound(ApiError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from cluster.ingress.api.backend import Backend
 from cluster.ingress.api.plan import ModelFacts, Planner
+from cluster.ingress.api.tenants import Tenants
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.metrics import IngressMetrics
 
@@ -34,6 +35,7 @@ class Services:
     tokenizer: TokenizerBundle
     limits: ApiLimits = ApiLimits()
     metrics: IngressMetrics = field(default_factory=IngressMetrics)
+    tenants: Tenants = field(default_factory=Tenants)
     monotonic_s: Callable[[], float] = time.monotonic
     unix_s: Callable[[], float] = time.time
     random_seed: Callable[[], int] = _random_seed

@@ -16,6 +16,7 @@ import uvicorn
 from cluster.ingress.api.app import create_app
 from cluster.ingress.api.backend import Ended
 from cluster.ingress.api.services import ApiLimits
+from cluster.ingress.api.tenants import Tenants
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.metrics import IngressMetrics
 
@@ -62,11 +63,17 @@ def bundle(tokenizer: Any) -> TokenizerBundle:
     return make_bundle(tokenizer)
 
 
+@pytest.fixture
+def tenants() -> Tenants:
+    """No keys: everybody is let in. A module that wants keys has a fixture of this name."""
+    return Tenants()
+
+
 @pytest_asyncio.fixture
-async def world(tokenizer: Any, bundle: TokenizerBundle) -> AsyncIterator[World]:
+async def world(tokenizer: Any, bundle: TokenizerBundle, tenants: Tenants) -> AsyncIterator[World]:
     metrics = IngressMetrics()
     backend = FakeBackend(vocab_size=tokenizer.get_vocab_size())
-    app = create_app(backend, bundle, ApiLimits(max_body_bytes=MAX_BODY_BYTES), metrics=metrics)
+    app = create_app(backend, bundle, ApiLimits(max_body_bytes=MAX_BODY_BYTES), metrics=metrics, tenants=tenants)
     # The protocol is named because asyncio sets TCP_NODELAY only then; 40 ms per answer otherwise.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))

@@ -160,10 +160,11 @@ class FakeBackend(Backend):
         return generation
 
     async def request_record(self, request_id: str, *, tenant: str) -> dict[str, Any] | None:
-        return self.records.get(request_id)
+        record = self.records.get(request_id)
+        return None if record is None or record.get("tenant", tenant) != tenant else record
 
     async def cancel(self, request_id: str, *, tenant: str) -> dict[str, Any] | None:
-        record = self.records.get(request_id)
+        record = await self.request_record(request_id, tenant=tenant)
         return None if record is None else record | {"phase": "cancelled"}
 
     @property
