@@ -143,8 +143,15 @@ class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_bytes: Annotated[
         PositiveBytes, doc("Size of the shared host slab of each store node, taken from shared memory.")
     ] = GIB
-    disk_path: Annotated[Text | None, doc("Folder of the disk tier; `null` for none.")] = None
-    disk_bytes: Annotated[Bytes, doc("Size of the disk tier; 0 for none.")] = 0
+    disk_path: Annotated[
+        Text | None,
+        doc("Folder of the disk tier; each store node makes a folder of its own in it. `null` for none."),
+    ] = None
+    disk_bytes: Annotated[Bytes, doc("Size of each store node's disk tier, allocated when it is made; 0 for none.")] = 0
+    disk_sync: Annotated[
+        bool,
+        doc("`true`: a block counts as stored on the disk once it would survive a power cut; `false`: a crash only."),
+    ] = True
     eviction: Annotated[
         Literal["kopir", "lru", "s3fifo"], doc("Which blocks leave a full tier first: `kopir`, `lru` or `s3fifo`.")
     ] = "lru"

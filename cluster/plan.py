@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.config import Config, thread_budget
 from cluster.view import ClusterPlan, StoreSpec
 from kvstore.errors import BadInput
+from kvstore.store.disk.layout import num_slots_in
 from workers.model.config import ModelConfig
 from workers.spec import WorkerSpec
 
@@ -19,7 +20,6 @@ def check_supported(config: Config) -> None:
     """Refuses what the configuration can say and this version cannot do. Raises: BadInput."""
     refusals = (
         ("workers.engine", config.workers.engine, config.workers.engine != "torch", "only torch is available yet"),
-        ("kv.disk_path", config.kv.disk_path, config.kv.disk_path is not None, "there is no disk tier yet"),
         ("kv.eviction", config.kv.eviction, config.kv.eviction != "lru", "only lru is available yet"),
         ("kv.verify", config.kv.verify, config.kv.verify != "digest", "only digest is available yet"),
         (
@@ -86,7 +86,13 @@ def make_plan(config: Config, *, model_path: Path, model: ModelConfig, cores: in
         host_identity=config.kv.host_identity,
         keys_file=config.auth.keys_file,
         keys_reload_s=config.auth.reload_s,
+        # The store node runs in a folder of Ray's: what is relative here must not be relative there.
+        disk_path=None if config.kv.disk_path is None else str(Path(config.kv.disk_path).absolute() / "node-0"),
+        disk_bytes=config.kv.disk_bytes,
+        disk_sync=config.kv.disk_sync,
     )
+    if store.disk_path is not None and num_slots_in(store.disk_bytes, layout.block_bytes) < 1:
+        raise BadInput("kv.disk_bytes", store.disk_bytes, f"one block needs {layout.block_bytes} bytes and a header")
     if store.num_blocks < 1:
         raise BadInput("kv.host_bytes", config.kv.host_bytes, f"one block needs {layout.block_bytes} bytes")
     return ClusterPlan(

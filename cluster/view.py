@@ -44,6 +44,10 @@ class StoreSpec(Struct, frozen=True, kw_only=True):
     keys_file: str | None = None
     """Where the tenants' quotas stand."""
     keys_reload_s: float = 1.0
+    disk_path: str | None = None
+    """Folder of the node's disk tier; each node has one of its own."""
+    disk_bytes: int = 0
+    disk_sync: bool = True
 
 
 class StoreAddress(Struct, frozen=True, kw_only=True):

@@ -283,6 +283,7 @@ class PrefillSide:
         job.hashes = prefix_hashes(
             self._fingerprint_digest, spec.tenant_salt, spec.prompt_token_ids, self._spec.block_tokens
         )
+        num_disk_blocks = 0
         if self._store is not None and job.hashes:
             loaded = await self._store.load_blocks(
                 job.hashes,
@@ -290,6 +291,7 @@ class PrefillSide:
                 deadline_s=LOOKUP_DEADLINE_S,
             )
             job.num_cached_blocks = loaded.num_loaded
+            num_disk_blocks = loaded.num_from_disk
         # One token is always computed, because its logits are needed.
         job.cached_tokens = min(job.num_cached_blocks * self._spec.block_tokens, job.num_prompt_tokens - 1)
         job.started_ns = self._clock_ns()
@@ -299,7 +301,7 @@ class PrefillSide:
                 epoch=job.key[1],
                 queued_ns=started_ns - job.accepted_ns,
                 cached_tokens=job.cached_tokens,
-                cached_by_tier={"host": job.cached_tokens} if job.cached_tokens else {},
+                cached_by_tier=_by_tier(job.cached_tokens, num_disk_blocks * self._spec.block_tokens),
             )
         )
         self.counters["prompt_tokens"] += job.num_prompt_tokens
@@ -488,3 +490,10 @@ class PrefillSide:
 
     def _refuse(self, link: IngressLink, request: Prefill, code: RefusalCode, message: str) -> None:
         link.send(Refused(attempt_id=request.attempt_id, epoch=request.epoch, code=code, message=message))
+
+
+def _by_tier(cached_tokens: int, disk_tokens: int) -> dict[str, int]:
+    """Returns tier -> cached tokens; the token that is computed again counts as one of the last tier's."""
+    disk_tokens = min(disk_tokens, cached_tokens)
+    tiers = {"host": cached_tokens - disk_tokens, "disk": disk_tokens}
+    return {tier: num_tokens for tier, num_tokens in tiers.items() if num_tokens}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -27,9 +28,9 @@ class StoreProcess:
         self._stopped = threading.Event()
 
     def start(self) -> StoreAddress:
-        """Allocates the slab and listens. Raises: EnvironmentProblem when shared memory is too small."""
+        """Allocates the slab, opens the disk and listens. Raises: EnvironmentProblem when one cannot be had."""
         from cluster.keys_source import KeysSource
-        from kvstore.store.host import StoreHost
+        from kvstore.store.host import DiskPlan, StoreHost
 
         spec = self._spec
         keys = None if spec.keys_file is None else KeysSource(spec.keys_file, reload_s=spec.keys_reload_s)
@@ -41,6 +42,7 @@ class StoreProcess:
             num_blocks=spec.num_blocks,
             host_identity=spec.host_identity,
             quotas=None if keys is None else keys.current.quotas(),
+            disk=None if spec.disk_path is None else DiskPlan(Path(spec.disk_path), spec.disk_bytes, spec.disk_sync),
         )
         host, port = self._host.start(spec.bind_host)
         if keys is not None:
@@ -58,10 +60,7 @@ class StoreProcess:
         """Returns this node's entry of ``kopir status --json``."""
         if self._host is None:
             return {}
-        stat = self._host.status()
-        blocks, used = stat["total"], stat["used"]
-        tier = {"name": "host", "blocks": blocks, "used_blocks": used, "bytes": blocks * stat["block_bytes"]}
-        return {"node": self._spec.node, "pid": os.getpid(), "tiers": [tier], **stat}
+        return {"node": self._spec.node, "pid": os.getpid(), **self._host.status()}
 
     def wait_until_stopped(self) -> str:
         """Blocks while the node lives; ends with an ActorDiedError when the process dies."""

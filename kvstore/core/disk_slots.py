@@ -231,6 +231,19 @@ class DiskIndex:
             self._give_back(slot)
         return slots
 
+    def make_room(self, tenant: TenantId, num_bytes: int) -> tuple[int, ...]:
+        """Drops the tenant's own blocks, first victims first, until its quota has so many bytes left. Returns slots."""
+        dropped: list[int] = []
+        while not self._book.has_room(tenant, num_bytes):
+            victim = self._victim(of=self._tenants.find(tenant))
+            if victim is None:
+                break
+            self._remove(victim)
+            self._give_back(victim)
+            self.counters.evicted_blocks += 1
+            dropped.append(victim)
+        return tuple(dropped)
+
     # --- looking ------------------------------------------------------------------------------------------
 
     def __contains__(self, block_hash: BlockHash) -> bool:
@@ -254,6 +267,10 @@ class DiskIndex:
         if slot in self._quarantined or slot in self._dropped:
             return DiskSlotState.QUARANTINED
         return DiskSlotState.FREE if self._used.hash_at(slot) is None else DiskSlotState.USED
+
+    def record_at(self, slot: int) -> SlotRecord | None:
+        """Returns what is in one slot, if a committed block is."""
+        return self._used.read(slot)
 
     def block_at(self, slot: int) -> DiskBlock | None:
         """Returns the committed block in a slot."""

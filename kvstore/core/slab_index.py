@@ -32,6 +32,7 @@ from kvstore.core.quota import NOBODY, TenantBook
 from kvstore.core.slab_slots import TenantNumbers, make_slots
 from kvstore.core.slab_types import (
     NO_MATCH,
+    EvictedBlock,
     HolderId,
     LeasedBlock,
     LeaseId,
@@ -43,10 +44,11 @@ from kvstore.core.slab_types import (
     SlabCounts,
     SlabSlotState,
 )
-from kvstore.core.slot_table import SlotTable
+from kvstore.core.slot_table import SlotRecord, SlotTable
 
 __all__ = [
     "NO_MATCH",
+    "EvictedBlock",
     "HolderId",
     "LeaseId",
     "LeasedBlock",
@@ -86,10 +88,12 @@ class SlabIndex:
         table: SlotTable | None = None,
         book: TenantBook | None = None,
         block_bytes: int = 1,
+        keep_evicted: bool = False,
     ) -> None:
         """``policy`` and ``table`` must be made for ``num_slots`` slots and belong to this index alone.
 
         ``book`` is shared with the other tiers of the node; each block counts ``block_bytes`` there.
+        ``keep_evicted``: what a ``reserve`` evicts is noted for ``take_evicted``, which the owner calls after each one.
         """
         assert num_slots >= 1, num_slots
         self._total = num_slots
@@ -107,6 +111,7 @@ class SlabIndex:
         self._condemned: set[int] = set()
         """Slots quarantined because a corrupt block in them is still pinned."""
         self._leases: dict[LeaseId, ReadLease] = {}
+        self._evicted: list[EvictedBlock] | None = [] if keep_evicted else None
         self._next_lease_id = 1
         self._write_deadlines: list[tuple[int, int, int]] = []
         self._lease_deadlines: list[tuple[int, LeaseId]] = []
@@ -148,6 +153,13 @@ class SlabIndex:
             heappush(self._write_deadlines, (deadline_ns, slot, generation))
             outcomes.append(ReserveOutcome(ReserveStatus.GRANTED, slot, generation))
         return tuple(outcomes)
+
+    def take_evicted(self) -> tuple[EvictedBlock, ...]:
+        """Returns what was evicted since the last call; their bytes stand until those who reserved are told."""
+        evicted = tuple(self._evicted or ())
+        if self._evicted:
+            self._evicted.clear()
+        return evicted
 
     def commit(
         self, block_hash: BlockHash, *, slot: int, generation: int, digest: BlockDigest, writer: HolderId
@@ -313,6 +325,10 @@ class SlabIndex:
         """Returns the standing read leases, oldest first."""
         return tuple(self._leases.values())
 
+    def record_at(self, slot: int) -> SlotRecord | None:
+        """Returns what is in one slot in [0, total), if a committed block is."""
+        return self._used.read(slot)
+
     def tenant_of_slot(self, slot: int) -> TenantId:
         """Returns whom a slot that is not free is charged to."""
         return self._tenants.name(self._slots.tenant[slot])
@@ -391,6 +407,7 @@ class SlabIndex:
             if victim is None:
                 return ReserveStatus.NO_ROOM if has_quota else ReserveStatus.OVER_QUOTA
             slot = victim
+            self._note_evicted(slot)
             self._remove(slot)
             self._refund(slot)
             self.counters.evicted_blocks += 1
@@ -411,6 +428,12 @@ class SlabIndex:
             if pins[slot] == 0 and slot not in keep and (of is None or tenants[slot] == of):
                 return slot
         return None
+
+    def _note_evicted(self, slot: int) -> None:
+        block_hash = self._used.hash_at(slot)
+        if self._evicted is not None and block_hash is not None:
+            digest = self._used.digest_at(slot)
+            self._evicted.append(EvictedBlock(slot, block_hash, digest, self.tenant_of_slot(slot)))
 
     def _count_refusal(self, status: ReserveStatus) -> None:
         if status is ReserveStatus.OVER_QUOTA:

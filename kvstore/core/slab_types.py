@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import NewType
 
-from kvstore.core.ids import BlockDigest
+from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 
 HolderId = NewType("HolderId", str)
 """One connection of one process life (incarnation): holder of read leases and write reservations."""
@@ -62,6 +62,16 @@ class MatchResult:
 
 
 NO_MATCH = MatchResult(None, ())
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedBlock:
+    """A block that left for another one. Its bytes are in the slot until somebody is told to write there."""
+
+    slot: int
+    block_hash: BlockHash
+    digest: BlockDigest
+    tenant: TenantId
 
 
 @dataclass(frozen=True, slots=True)

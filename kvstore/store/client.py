@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,15 +31,22 @@ from kvstore.store.messages import (
     Attach,
     Attached,
     AttachRefused,
+    BlockList,
+    BlocksVerified,
+    CollectGarbage,
+    GarbageCollected,
     LeaseList,
     LeasesAsk,
+    ListBlocks,
     ReportCorrupt,
     SlotRef,
     StatAsk,
     StoreStat,
     Superseded,
+    TierName,
     ToClient,
     UpdateWeights,
+    VerifyBlocks,
     WeightsUpdated,
     WritesEnded,
 )
@@ -53,6 +61,8 @@ BACKOFF_S_MIN = 0.05
 BACKOFF_S_MAX = 1.0
 DEFAULT_CALL_DEADLINE_S = 0.5
 DEFAULT_LEASE_MS = 5_000
+BRING_UP_BLOCKS = 32
+"""Blocks of one ask for a lower tier: the next ones come up while these are copied."""
 BYTES_PER_LOOP_STEP = 2 << 20
 """After so many copied bytes other tasks of the loop have their turn."""
 
@@ -89,6 +99,8 @@ class LoadResult:
     num_loaded: int
     num_matched: int
     stopped_by: LoadStop
+    num_from_disk: int = 0
+    """How many of the loaded blocks were brought up from the disk for this load."""
 
 
 @dataclass(slots=True)
@@ -101,6 +113,8 @@ class ClientCounters:
     lease_over: int = 0
     evicted_meanwhile: int = 0
     load_deadlines: int = 0
+    disk_blocks: int = 0
+    """Loaded blocks that came up from the disk."""
     connections: int = 0
     losses: int = 0
 
@@ -142,6 +156,7 @@ class StoreClient:
         self._slab: Slab | None = None
         self._reservations: set[WriteReservation] = set()
         self._owes_writes_ended = False
+        self._has_lower_tier = False
         self.refusal: str = ""
         """Why the node refused this client; empty when it did not."""
         self.differing_fields: tuple[str, ...] = ()
@@ -198,7 +213,8 @@ class StoreClient:
     ) -> LoadResult:
         """Copies the longest cached prefix of ``hashes`` to where ``into`` says, each block verified after its copy.
 
-        Reads the slab without asking its node. ``into(i)`` returns a writable buffer of ``block_bytes`` bytes for
+        Reads the slab without asking its node; for what is not there the node is asked to bring it up from the disk,
+        if it has one. ``into(i)`` returns a writable buffer of ``block_bytes`` bytes for
         ``hashes[i]``. A block without its digest is reported and ends the load there. No wrong byte stays: a buffer
         whose copy does not count is zeroed. Modifies: the buffers that ``into`` returned.
         """
@@ -222,8 +238,60 @@ class StoreClient:
                 copied.append(ref)
                 await self._let_others_run(index)
         finally:
-            session.touched(copied, num_missed=len(hashes) - len(copied))
+            is_rest_below = self._has_lower_tier and stopped_by in ("end", "evicted") and len(copied) < len(hashes)
+            # The node counts what is asked of it by itself.
+            session.touched(copied, num_missed=0 if is_rest_below else len(hashes) - len(copied))
+        if is_rest_below:
+            return await self._load_rest(session, hashes, into, start=len(copied), end_ns=end_ns)
         return LoadResult(len(copied), num_matched, stopped_by)
+
+    async def _load_rest(
+        self, session: StoreSession, hashes: Sequence[BlockHash], into: Callable[[int], Any], *, start: int, end_ns: int
+    ) -> LoadResult:
+        """Loads what follows the first ``start`` blocks through the node, one window ahead of the copies."""
+
+        def ask(position: int) -> asyncio.Task[LeasedPrefix | None]:
+            window = hashes[position : position + BRING_UP_BLOCKS]
+            left_s = max(0.001, (end_ns - self._clock_ns()) / 1e9)
+            return asyncio.ensure_future(session.bring_up(window, lease_ms=self._lease_ms, deadline_s=left_s))
+
+        position, num_from_disk = start, 0
+        stop: LoadStop | None = None
+        ahead, is_early = ask(position), False
+        try:
+            while stop is None:
+                prefix = await ahead
+                is_over = self._clock_ns() >= end_ns
+                if prefix is None and is_early and not is_over:
+                    # It was asked while the blocks before it still took up the slab.
+                    ahead, is_early = ask(position), False
+                    continue
+                if prefix is None:
+                    stop = "deadline" if is_over else "end"
+                    break
+                window_end = position + len(prefix)
+                is_early = len(prefix) == BRING_UP_BLOCKS and window_end < len(hashes)
+                if is_early:
+                    ahead = ask(window_end)
+                with prefix:
+                    for index in range(len(prefix)):
+                        stop = self._load_one(prefix, index, into(position))
+                        if stop is not None:
+                            break
+                        num_from_disk += prefix.is_from_disk(index)
+                        position += 1
+                        await self._let_others_run(position)
+                if stop is None and position == len(hashes):
+                    stop = "end"
+                elif stop is None and not is_early:
+                    # A slab smaller than the window gave a part: now there is room for more.
+                    ahead = ask(position)
+        finally:
+            _forget(ahead)
+        self.counters.loaded_blocks += position - start
+        self.counters.disk_blocks += num_from_disk
+        self.counters.load_deadlines += stop == "deadline"
+        return LoadResult(position, position, stop, num_from_disk)
 
     def _copy_shared(
         self, session: StoreSession, block_hash: BlockHash, destination: Any
@@ -346,6 +414,30 @@ class StoreClient:
             return None
         return await self._session.call(lambda n: StatAsk(n=n), StoreStat, deadline_s=self._call_deadline_s)
 
+    async def list_blocks(self, tier: TierName, *, start_slot: int = 0) -> BlockList | None:
+        """Returns the blocks of one tier from a slot on, with where to go on; None when the store is lost."""
+        if self._session is None:
+            return None
+        ask = partial(ListBlocks, tier=tier, start_slot=start_slot)
+        return await self._session.call(lambda n: ask(n=n), BlockList, deadline_s=self._call_deadline_s)
+
+    async def verify_blocks(
+        self, tier: TierName, *, start_slot: int = 0, num_slots: int = 64, deadline_s: float = 30.0
+    ) -> BlocksVerified | None:
+        """Has the node read these slots and compare digests; None when the store is lost or took too long."""
+        if self._session is None:
+            return None
+        ask = partial(VerifyBlocks, tier=tier, start_slot=start_slot, num_slots=num_slots)
+        return await self._session.call(lambda n: ask(n=n), BlocksVerified, deadline_s=deadline_s)
+
+    async def collect_garbage(self) -> GarbageCollected | None:
+        """Has the node end what is overdue and put quarantined disk slots back into use; None: the store is lost."""
+        if self._session is None:
+            return None
+        return await self._session.call(
+            lambda n: CollectGarbage(n=n), GarbageCollected, deadline_s=self._call_deadline_s
+        )
+
     async def leases(self) -> LeaseList | None:
         """Returns the standing read leases of all clients; None when the store is lost."""
         if self._session is None:
@@ -455,6 +547,7 @@ class StoreClient:
             raise ProtocolError(f"the store node refused: {answer.message}")
         if not isinstance(answer, Attached):
             raise ProtocolError(f"{type(answer).__name__} instead of Attached")
+        self._has_lower_tier = answer.has_lower_tier
         return answer
 
     def _map_slab(self, attached: Attached) -> Slab:
@@ -491,3 +584,11 @@ class StoreClient:
             return
         if self._session.send(WritesEnded()):
             self._owes_writes_ended = False
+
+
+def _forget(ask: asyncio.Task[LeasedPrefix | None]) -> None:
+    """Nobody waits for this ask any more: what it was given goes back, now or when the answer comes."""
+    if not ask.cancel() and not ask.cancelled() and ask.exception() is None:
+        prefix = ask.result()
+        if prefix is not None:
+            prefix.release()

@@ -9,25 +9,43 @@ Life cycle: made -> ``start`` -> serving -> ``close``; once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvstore.core.disk_slots import DiskIndex
 from kvstore.core.eviction import LruPolicy
 from kvstore.core.ids import TenantId
 from kvstore.core.quota import TenantBook
 from kvstore.core.slab_index import SlabIndex
+from kvstore.errors import BadInput
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns
 from kvstore.net.host import host_identity as resolve_host_identity
+from kvstore.store.disk.file import open_disk
+from kvstore.store.disk.layout import num_slots_in
+from kvstore.store.disk.tier import DiskTier
 from kvstore.store.node import StoreNode
 from kvstore.store.slab import SHM_DIR, Slab, create_slab
 
 CLOSE_DEADLINE_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPlan:
+    """Where the disk tier lies and how large its file is. ``sync``: blocks survive a power cut, not only a crash."""
+
+    folder: Path
+    disk_bytes: int
+    sync: bool = True
 
 
 class StoreHost:
@@ -45,8 +63,11 @@ class StoreHost:
         shm_dir: Path = SHM_DIR,
         clock_ns: Callable[[], int] = boottime_ns,
         quotas: Mapping[TenantId, int] | None = None,
+        disk: DiskPlan | None = None,
     ) -> None:
         """Allocates nothing yet. ``host_identity`` ``auto``: found out here. ``quotas``: bytes by ``tenant_of(salt)``.
+
+        ``disk``: the tier below the slab; a disk that cannot be used is one event, and the node goes on without it.
 
         Raises: BadInput naming the tenant of a bad quota.
         """
@@ -59,6 +80,7 @@ class StoreHost:
             host_identity=resolve_host_identity(host_identity),
         )
         self._secret = secret
+        self._disk = disk
         self._block_bytes = block_bytes
         self._num_blocks = num_blocks
         self._shm_dir = shm_dir
@@ -71,9 +93,10 @@ class StoreHost:
         self._close_lock = threading.Lock()
 
     def start(self, bind_host: str, port: int = 0) -> tuple[str, int]:
-        """Allocates the slab and listens; returns (host, port).
+        """Allocates the slab, opens the disk and listens; returns (host, port).
 
-        Raises: EnvironmentProblem when shared memory is too small; OSError when the address is taken.
+        Raises: EnvironmentProblem when shared memory is too small, or when another node has the disk tier's folder;
+        OSError when the address is taken.
         """
         assert self._slab is None, "started twice"
         self._slab = create_slab(
@@ -90,7 +113,9 @@ class StoreHost:
                 table=self._slab.table,
                 book=self._book,
                 block_bytes=self._block_bytes,
+                keep_evicted=self._disk is not None,
             )
+            disk, disk_off = self._open_disk()
             self._node = StoreNode(
                 self._slab,
                 index,
@@ -99,11 +124,40 @@ class StoreHost:
                 loop=self._loop,
                 clock_ns=self._clock_ns,
                 book=self._book,
+                disk=disk,
+                disk_off=disk_off,
             )
             return asyncio.run_coroutine_threadsafe(self._node.start(bind_host, port), self._loop).result()
         except BaseException:
             self.close()
             raise
+
+    def _open_disk(self) -> tuple[DiskTier | None, str]:
+        """Returns the disk tier, or why there is none. Raises: EnvironmentProblem if that is for a person to solve."""
+        plan = self._disk
+        if plan is None:
+            return None, ""
+        num_slots = num_slots_in(plan.disk_bytes, self._block_bytes)
+        if num_slots < 1:
+            raise BadInput("kv.disk_bytes", plan.disk_bytes, f"one block needs {self._block_bytes} bytes and a header")
+        try:
+            file = open_disk(plan.folder, block_bytes=self._block_bytes, num_slots=num_slots, sync=plan.sync)
+        except OSError as error:
+            # A cache that cannot be had is no reason to serve nobody.
+            logger.error("store_disk_off state=off doing=open folder=%s error=%s", plan.folder, error)
+            return None, f"open: {error.strerror or error}"
+        index = DiskIndex(
+            num_slots,
+            policy=LruPolicy(num_slots),
+            book=self._book,
+            block_bytes=self._block_bytes,
+            recovered=file.recovered,
+        )
+        logger.info(
+            "store_disk_ready folder=%s slots=%d recovered=%d torn=%d",
+            plan.folder, num_slots, len(file.recovered), file.num_torn,
+        )  # fmt: skip
+        return DiskTier(file, index, loop=self._loop), ""
 
     def status(self) -> dict[str, Any]:
         """Returns the fields of ``StoreStat``; empty when the node is not up."""
@@ -145,4 +199,5 @@ class StoreHost:
 
     @staticmethod
     async def _stat(node: StoreNode) -> dict[str, Any]:
-        return msgspec.structs.asdict(node.stat())
+        stat: dict[str, Any] = msgspec.to_builtins(node.stat())
+        return stat

@@ -5,10 +5,11 @@ them to and from the slab themselves. Each request that has an answer carries a 
 repeats; numbers are the client's and mean nothing else. A lease exists only as the answer to an ask: the
 client counts its length from the moment it sent the ask, the node from the moment it answered.
 
-    client -> node   Attach, Match, ReleaseLease, Touched, ReserveBlocks, CommitBlocks, AbortBlocks, ReportCorrupt,
-                     WritesEnded, UpdateWeights, StatAsk, LeasesAsk
-    node -> client   Attached, AttachRefused, Superseded, Matched, BlocksReserved, BlocksCommitted, WeightsUpdated,
-                     StoreStat, LeaseList
+    client -> node   Attach, Match, BringUp, ReleaseLease, Touched, ReserveBlocks, CommitBlocks, AbortBlocks,
+                     ReportCorrupt, WritesEnded, UpdateWeights, StatAsk, LeasesAsk, ListBlocks, VerifyBlocks,
+                     CollectGarbage
+    node -> client   Attached, AttachRefused, Superseded, Matched, BroughtUp, BlocksReserved, BlocksCommitted,
+                     WeightsUpdated, StoreStat, LeaseList, BlockList, BlocksVerified, GarbageCollected
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from msgspec import Meta, Struct
 
 from kvstore.core.ids import BLOCK_DIGEST_BYTES, BLOCK_HASH_BYTES
 
-STORE_VERSION = 2
+STORE_VERSION = 3
 MAX_HASHES_PER_MESSAGE = 1 << 16
 MAX_LEASE_MS = 60_000
 MAX_FINGERPRINT_FIELDS = 64
 MAX_LEASES_LISTED = 1 << 16
+MAX_BLOCKS_LISTED = 4096
+MAX_BLOCKS_VERIFIED = 1024
 DEFAULT_NAMESPACE = "default"
 
 Hash = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
@@ -34,6 +37,7 @@ LeaseMs = Annotated[int, Meta(ge=1, le=MAX_LEASE_MS)]
 Slot = Annotated[int, Meta(ge=0)]
 Generation = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1, max_length=128)]
+TierName = Literal["host", "disk"]
 Tenant = Annotated[str, Meta(max_length=64)]
 FieldTexts = Annotated[
     dict[Annotated[str, Meta(max_length=128)], Annotated[str, Meta(max_length=1 << 20)]],
@@ -106,6 +110,15 @@ class Match(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     lease_ms: LeaseMs
 
 
+class BringUp(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Like ``Match``; blocks that are only on a lower tier are brought up first, as far as ``deadline_ms`` allows."""
+
+    n: CallNumber
+    hashes: Hashes
+    lease_ms: LeaseMs
+    deadline_ms: LeaseMs
+
+
 class ReleaseLease(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """Ends a read lease early. No answer; an unknown lease is ignored."""
 
@@ -167,6 +180,30 @@ class LeasesAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     n: CallNumber
 
 
+class ListBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Asks for the blocks of one tier, from ``start_slot`` on."""
+
+    n: CallNumber
+    tier: TierName
+    start_slot: Slot = 0
+    num_slots: Annotated[int, Meta(ge=1, le=MAX_BLOCKS_LISTED)] = MAX_BLOCKS_LISTED
+
+
+class VerifyBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Asks the node to read these slots and compare digests. A damaged block is removed as if a reader had found it."""
+
+    n: CallNumber
+    tier: TierName
+    start_slot: Slot = 0
+    num_slots: Annotated[int, Meta(ge=1, le=MAX_BLOCKS_VERIFIED)] = 64
+
+
+class CollectGarbage(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Asks the node to end overdue leases and writes, and to put quarantined slots of the disk back into use."""
+
+    n: CallNumber
+
+
 class StatAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """Asks for ``StoreStat``."""
 
@@ -184,6 +221,8 @@ class Attached(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     slab_path: Annotated[str, Meta(max_length=4096)]
     block_bytes: int
     num_blocks: int
+    has_lower_tier: bool = False
+    """Worth asking ``BringUp`` for what the slab does not have."""
 
 
 class AttachRefused(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -215,6 +254,15 @@ class Matched(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     n: CallNumber
     lease_id: int | None
     blocks: MatchedBlocks
+
+
+class BroughtUp(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Answer to ``BringUp``: the prefix that is in the slab now, leased. ``from_disk``: which blocks came up for it."""
+
+    n: CallNumber
+    lease_id: int | None
+    blocks: MatchedBlocks
+    from_disk: Annotated[tuple[bool, ...], Meta(max_length=MAX_HASHES_PER_MESSAGE)] = ()
 
 
 class BlocksReserved(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -252,6 +300,56 @@ class LeaseList(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     leases: Annotated[tuple[LeaseInfo, ...], Meta(max_length=MAX_LEASES_LISTED)]
 
 
+class BlockInfo(Struct, frozen=True, array_like=True):
+    """One committed block of one tier."""
+
+    block_hash: Hash
+    slot: Slot
+    generation: Generation
+    digest: Digest
+    tenant: str
+
+
+class BlockList(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Blocks in the order of their slots. ``next_slot``: where to go on; None at the end of the tier."""
+
+    n: CallNumber
+    blocks: Annotated[tuple[BlockInfo, ...], Meta(max_length=MAX_BLOCKS_LISTED)]
+    next_slot: int | None
+
+
+class BlocksVerified(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """How many blocks were read, which of them are damaged, and how many could not be read or left meanwhile."""
+
+    n: CallNumber
+    num_checked: int
+    damaged: Annotated[tuple[SlotRef, ...], Meta(max_length=MAX_BLOCKS_VERIFIED)]
+    num_skipped: int
+    next_slot: int | None
+
+
+class GarbageCollected(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """What ``CollectGarbage`` found."""
+
+    n: CallNumber
+    expired_leases: int
+    expired_write_blocks: int
+    released_slots: int
+
+
+class TierStat(Struct, frozen=True, kw_only=True):
+    """One tier of a node. ``state``: ``on``, ``read_only`` or ``off``; ``why`` says why it is not on."""
+
+    name: TierName
+    blocks: int
+    used_blocks: int
+    bytes: int
+    state: str = "on"
+    why: str = ""
+    quarantined_blocks: int = 0
+    counters: dict[str, int] = {}
+
+
 class StoreStat(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """``free + used + writing + quarantined == total`` slots; ``pinned`` of them are under a read lease."""
 
@@ -271,10 +369,16 @@ class StoreStat(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """Tenant -> tier -> bytes used."""
     quotas: dict[str, int] = {}
     """Tenant -> bytes it may use over all tiers."""
+    tiers: tuple[TierStat, ...] = ()
+    """From the fastest to the slowest."""
 
 
 ToNode = (
     UpdateWeights
+    | BringUp
+    | ListBlocks
+    | VerifyBlocks
+    | CollectGarbage
     | LeasesAsk
     | Attach
     | Match
@@ -291,6 +395,10 @@ ToNode = (
 
 ToClient = (
     Superseded
+    | BroughtUp
+    | BlockList
+    | BlocksVerified
+    | GarbageCollected
     | WeightsUpdated
     | LeaseList
     | Attached

@@ -1,7 +1,7 @@
 """The store node: serves the index of one host slab to the local workers.
 
-Owns the ``SlabIndex`` and, through it, the truth about the slab; owns one session per client connection. It never
-reads or writes the bytes of a block: the workers on this host do that in the shared memory they map.
+Owns the ``SlabIndex`` and, through it, the truth about the slab; owns one session per client connection. The workers
+on this host copy blocks in the shared memory they map; the node itself touches bytes only between slab and disk.
 
 Life cycle of a session: handshake -> Attach -> Attached -> requests -> connection ends. At its end the read leases
 of the session are released, and slots it was still writing are quarantined until one of two things
@@ -15,18 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from kvstore.core.disk_slots import NO_ORIGIN
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 from kvstore.core.namespaces import EPOCH_FIELD, Namespaces, differing_texts
 from kvstore.core.quota import TenantBook
-from kvstore.core.slab_index import HolderId, LeaseId, SlabIndex
+from kvstore.core.slab_index import HolderId, LeaseId, MatchResult, SlabCounts, SlabIndex
 from kvstore.errors import FingerprintMismatch, KopirError, ProtocolError
 from kvstore.net.channel import Channel, ChannelServer
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import ProcessWatch, boottime_ns
 from kvstore.store.auditor import Auditor
+from kvstore.store.disk.tier import DiskTier
+from kvstore.store.inspection import disk_stat, list_blocks, origin_of, verify_blocks
+from kvstore.store.lower_edge import LowerEdge
 from kvstore.store.messages import (
     MAX_LEASES_LISTED,
     STORE_VERSION,
@@ -36,10 +41,15 @@ from kvstore.store.messages import (
     AttachRefused,
     BlocksCommitted,
     BlocksReserved,
+    BringUp,
+    BroughtUp,
+    CollectGarbage,
     CommitBlocks,
+    GarbageCollected,
     LeaseInfo,
     LeaseList,
     LeasesAsk,
+    ListBlocks,
     Match,
     Matched,
     MatchedBlock,
@@ -50,10 +60,12 @@ from kvstore.store.messages import (
     StatAsk,
     StoreStat,
     Superseded,
+    TierStat,
     ToClient,
     ToNode,
     Touched,
     UpdateWeights,
+    VerifyBlocks,
     WeightsUpdated,
     WritesEnded,
 )
@@ -62,6 +74,8 @@ from kvstore.store.slab import Slab
 logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 1024
+MAX_SLOW_CALLS = 1024
+"""Calls that wait for the disk; beyond it they are answered at once, with nothing."""
 ATTACH_DEADLINE_S = 5.0
 LEASE_DRIFT = 0.01
 LEASE_MARGIN_NS = 20_000_000
@@ -79,6 +93,8 @@ class _Session:
     namespace: str | None
     """None: the client only looks."""
     fingerprint: dict[str, str]
+    origin: bytes = NO_ORIGIN
+    """Digest of namespace and fingerprint, which goes with the blocks to the disk."""
     watch: ProcessWatch | None = None
     is_open: bool = True
     is_superseded: bool = False
@@ -102,8 +118,10 @@ class StoreNode:
         loop: asyncio.AbstractEventLoop,
         clock_ns: Callable[[], int] = boottime_ns,
         book: TenantBook | None = None,
+        disk: DiskTier | None = None,
+        disk_off: str = "",
     ) -> None:
-        """``book`` is the one that ``index`` charges."""
+        """``book`` is the one that ``index`` charges. ``disk``: the tier below; ``disk_off``: why there is none."""
         self._slab = slab
         self._index = index
         self._book = TenantBook() if book is None else book
@@ -112,6 +130,9 @@ class StoreNode:
         self._me = me
         self._loop = loop
         self._clock_ns = clock_ns
+        self._edge = None if disk is None else LowerEdge(slab, index, disk, loop=loop, clock_ns=clock_ns)
+        self._disk_off = disk_off
+        self._slow_calls: set[asyncio.Task[None]] = set()
         self._server = ChannelServer(secret=secret, me=me, decode=ToNode, on_channel=self._on_channel)
         self._sessions: dict[HolderId, _Session] = {}
         self._num_sessions = 0
@@ -136,6 +157,11 @@ class StoreNode:
             self._timer = None
         for session in tuple(self._sessions.values()):
             self._forget(session)
+        for task in tuple(self._slow_calls):
+            task.cancel()
+        await asyncio.gather(*self._slow_calls, return_exceptions=True)
+        if self._edge is not None:
+            await self._edge.close()
 
     def stat(self, n: int = 0) -> StoreStat:
         """Returns counts and counters; ``n`` is the call number to repeat."""
@@ -160,7 +186,22 @@ class StoreNode:
             },
             tenants={str(tenant): tiers for tenant, tiers in self._book.usage().items()},
             quotas={str(tenant): quota_bytes for tenant, quota_bytes in self._book.quotas().items()},
+            tiers=self._tiers(counts),
         )
+
+    def _tiers(self, counts: SlabCounts) -> tuple[TierStat, ...]:
+        host = TierStat(
+            name="host",
+            blocks=counts.total,
+            used_blocks=counts.used,
+            bytes=counts.total * self._slab.block_bytes,
+            quarantined_blocks=counts.quarantined,
+        )
+        if self._edge is not None:
+            return (host, disk_stat(self._edge, self._slab.block_bytes))
+        if self._disk_off:
+            return (host, TierStat(name="disk", blocks=0, used_blocks=0, bytes=0, state="off", why=self._disk_off))
+        return (host,)
 
     def set_quotas(self, quotas: Mapping[TenantId, int]) -> None:
         """Replaces the quotas of all tenants, in bytes. Raises: BadInput."""
@@ -220,6 +261,7 @@ class StoreNode:
         namespace = None if ask.block_bytes is None else ask.namespace
         session = _Session(holder, ask.client_id, channel.peer, channel, namespace, ask.fingerprint)
         if namespace is not None:
+            session.origin = origin_of(namespace, ask.fingerprint)
             session.watch = self._watch(channel.peer, holder)
         self._sessions[holder] = session
         return session
@@ -231,6 +273,7 @@ class StoreNode:
             slab_path=str(self._slab.path),
             block_bytes=self._slab.block_bytes,
             num_blocks=self._slab.num_blocks,
+            has_lower_tier=self._edge is not None,
         )
 
     def _refusal(self, ask: Attach, peer: PeerInfo) -> AttachRefused | None:
@@ -304,6 +347,14 @@ class StoreNode:
         match message:
             case Match():
                 return self._match(session, message)
+            case BringUp():
+                self._start(session, message.n, self._bring_up(session, message))
+            case ListBlocks():
+                return list_blocks(message, self._index, self._edge)
+            case VerifyBlocks():
+                self._start(session, message.n, self._verify(message))
+            case CollectGarbage():
+                return self._collect_garbage(message.n)
             case ReleaseLease():
                 self._index.release(LeaseId(message.lease_id), reader=session.holder)
             case Touched():
@@ -335,20 +386,37 @@ class StoreNode:
     def _match(self, session: _Session, ask: Match) -> Matched:
         if not session.may_use_blocks:
             return Matched(n=ask.n, lease_id=None, blocks=())
+        hashes = [BlockHash(block_hash) for block_hash in ask.hashes]
+        if self._edge is not None:
+            self._edge.visited(hashes)
+        found = self._lease(session, hashes, ask.lease_ms)
+        return Matched(n=ask.n, lease_id=found.lease_id, blocks=_matched_blocks(found))
+
+    def _lease(self, session: _Session, hashes: list[BlockHash], lease_ms: int) -> MatchResult:
         now_ns = self._clock_ns()
-        found = self._index.match(
-            [BlockHash(block_hash) for block_hash in ask.hashes],
-            reader=session.holder,
-            now_ns=now_ns,
-            deadline_ns=_deadline_ns(now_ns, ask.lease_ms),
+        return self._index.match(
+            hashes, reader=session.holder, now_ns=now_ns, deadline_ns=_deadline_ns(now_ns, lease_ms)
         )
-        blocks = tuple(MatchedBlock(block.slot, block.generation, block.digest) for block in found.blocks)
-        return Matched(n=ask.n, lease_id=found.lease_id, blocks=blocks)
+
+    async def _bring_up(self, session: _Session, ask: BringUp) -> BroughtUp:
+        nothing = BroughtUp(n=ask.n, lease_id=None, blocks=())
+        if self._edge is None or not session.may_use_blocks:
+            return nothing
+        hashes = [BlockHash(block_hash) for block_hash in ask.hashes]
+        self._edge.visited(hashes)
+        await self._edge.bring_up(hashes, timeout_s=ask.deadline_ms / 1e3)
+        if not session.is_open or not session.may_use_blocks:
+            return nothing
+        found = self._lease(session, hashes, ask.lease_ms)
+        from_disk = self._edge.take_from_disk(block.slot for block in found.blocks)
+        return BroughtUp(n=ask.n, lease_id=found.lease_id, blocks=_matched_blocks(found), from_disk=from_disk)
 
     def _touched(self, message: Touched) -> None:
         for ref in message.blocks:
             self._check_slot(ref.slot)
             self._index.touch(BlockHash(ref.block_hash), slot=ref.slot, generation=ref.generation)
+        if self._edge is not None:
+            self._edge.visited([BlockHash(ref.block_hash) for ref in message.blocks])
         self._index.missed(message.num_missed)
 
     def _reserve(self, session: _Session, ask: ReserveBlocks) -> BlocksReserved:
@@ -356,12 +424,18 @@ class StoreNode:
             return BlocksReserved(n=ask.n, blocks=(ReservedBlock("no_room"),) * len(ask.hashes))
         now_ns = self._clock_ns()
         self._index.expire(now_ns)
+        tenant = TenantId(ask.tenant)
+        if self._edge is not None:
+            self._edge.make_room(tenant, len(ask.hashes))
         outcomes = self._index.reserve(
             [BlockHash(block_hash) for block_hash in ask.hashes],
             writer=session.holder,
             deadline_ns=_deadline_ns(now_ns, ask.lease_ms),
-            tenant=TenantId(ask.tenant),
+            tenant=tenant,
         )
+        if self._edge is not None:
+            # Before the answer: with it the writer begins to overwrite what was evicted.
+            self._edge.take_evicted()
         return BlocksReserved(
             n=ask.n, blocks=tuple(ReservedBlock(o.status.value, o.slot, o.generation) for o in outcomes)
         )
@@ -380,7 +454,51 @@ class StoreNode:
                     writer=session.holder,
                 )
             )
-        return BlocksCommitted(n=ask.n, committed=tuple(reversed(committed)))
+        committed.reverse()
+        if self._edge is not None:
+            for block, is_visible in zip(ask.blocks, committed, strict=True):
+                if is_visible:
+                    self._edge.committed(
+                        BlockHash(block.block_hash),
+                        slot=block.slot,
+                        digest=BlockDigest(block.digest),
+                        tenant=self._index.tenant_of_slot(block.slot),
+                        origin=session.origin,
+                    )
+        return BlocksCommitted(n=ask.n, committed=tuple(committed))
+
+    # --- what may wait for the disk -----------------------------------------------------------------------
+
+    def _start(self, session: _Session, n: int, call: Coroutine[Any, Any, ToClient]) -> None:
+        """Carries a call out beside the others of its session, within bounds."""
+        if len(self._slow_calls) >= MAX_SLOW_CALLS:
+            call.close()
+            logger.warning("store_overrun peer=%s calls=%d", session.peer.peer_id, len(self._slow_calls))
+            self._tell(session, BroughtUp(n=n, lease_id=None, blocks=()))
+            return
+        task = self._loop.create_task(self._answer_later(session, call))
+        self._slow_calls.add(task)
+        task.add_done_callback(self._slow_calls.discard)
+
+    async def _answer_later(self, session: _Session, call: Coroutine[Any, Any, ToClient]) -> None:
+        answer = await call
+        self._arm_timer()
+        if session.is_open:
+            self._tell(session, answer)
+
+    async def _verify(self, ask: VerifyBlocks) -> ToClient:
+        return await verify_blocks(ask, slab=self._slab, index=self._index, edge=self._edge)
+
+    def _collect_garbage(self, n: int) -> GarbageCollected:
+        before = (self._index.counters.expired_leases, self._index.counters.expired_write_blocks)
+        self._index.expire(self._clock_ns())
+        after = (self._index.counters.expired_leases, self._index.counters.expired_write_blocks)
+        return GarbageCollected(
+            n=n,
+            expired_leases=after[0] - before[0],
+            expired_write_blocks=after[1] - before[1],
+            released_slots=0 if self._edge is None else self._edge.disk.release_quarantined(),
+        )
 
     def _report_corrupt(self, session: _Session, report: ReportCorrupt) -> None:
         ref = report.block
@@ -408,6 +526,7 @@ class StoreNode:
         if name is None or not self._namespaces.update(name, ask.fingerprint):
             return WeightsUpdated(n=ask.n, updated=False)
         session.fingerprint, session.is_superseded = ask.fingerprint, False
+        session.origin = origin_of(name, ask.fingerprint)
         logger.info("store_weights_updated namespace=%s epoch=%s", name, ask.fingerprint.get(EPOCH_FIELD))
         for other in tuple(self._sessions.values()):
             if other.namespace != name or other is session or not other.is_open:
@@ -450,6 +569,10 @@ class StoreNode:
 
 def _client_of(session: _Session) -> tuple[str, str]:
     return session.peer.incarnation, session.client_id
+
+
+def _matched_blocks(found: MatchResult) -> tuple[MatchedBlock, ...]:
+    return tuple(MatchedBlock(block.slot, block.generation, block.digest) for block in found.blocks)
 
 
 def _deadline_ns(now_ns: int, lease_ms: int) -> int:

@@ -24,9 +24,12 @@ from kvstore.net.channel import Channel
 from kvstore.store.copying import copy_block
 from kvstore.store.messages import (
     MAX_HASHES_PER_MESSAGE,
+    MAX_LEASE_MS,
     AbortBlocks,
     BlocksCommitted,
     BlocksReserved,
+    BringUp,
+    BroughtUp,
     CommitBlocks,
     Match,
     Matched,
@@ -171,7 +174,7 @@ class StoreSession:
 
     def _undo(self, ask: Any, late_answer: Any) -> None:
         """Gives back what an answer granted after its caller had stopped waiting."""
-        if isinstance(late_answer, Matched) and late_answer.lease_id is not None:
+        if isinstance(late_answer, Matched | BroughtUp) and late_answer.lease_id is not None:
             self.send(ReleaseLease(lease_id=late_answer.lease_id))
         elif isinstance(late_answer, BlocksReserved) and isinstance(ask, ReserveBlocks):
             granted = tuple(
@@ -187,9 +190,26 @@ class StoreSession:
         answer = await self.call(
             lambda n: Match(n=n, hashes=tuple(hashes), lease_ms=lease_ms), Matched, deadline_s=deadline_s
         )
+        return self._leased(hashes, answer, sent_ns + lease_ms * 1_000_000)
+
+    async def bring_up(self, hashes: Sequence[BlockHash], *, lease_ms: int, deadline_s: float) -> LeasedPrefix | None:
+        """Like ``match``, of blocks that the node fetches from a lower tier first; None: none, or no answer in time."""
+        sent_ns = self.clock_ns()
+        # The node stops a little earlier than we do, so that what it has done by then is not lost with its answer.
+        deadline_ms = max(1, min(int(deadline_s * 900), MAX_LEASE_MS))
+        answer = await self.call(
+            lambda n: BringUp(n=n, hashes=tuple(hashes), lease_ms=lease_ms, deadline_ms=deadline_ms),
+            BroughtUp,
+            deadline_s=deadline_s,
+        )
+        return self._leased(hashes, answer, sent_ns + lease_ms * 1_000_000)
+
+    def _leased(
+        self, hashes: Sequence[BlockHash], answer: Matched | BroughtUp | None, deadline_ns: int
+    ) -> LeasedPrefix | None:
         if answer is None or answer.lease_id is None:
             return None
-        lease = LeasedPrefix(self, answer, tuple(hashes[: len(answer.blocks)]), sent_ns + lease_ms * 1_000_000)
+        lease = LeasedPrefix(self, answer, tuple(hashes[: len(answer.blocks)]), deadline_ns)
         if len(answer.blocks) > len(hashes) or any(b.slot >= self.slab.num_blocks for b in answer.blocks):
             lease.release()
             self.abort()
@@ -218,11 +238,12 @@ class LeasedPrefix:
     """A matched prefix, pinned until ``release`` or the end of its lease. Use as a context manager."""
 
     def __init__(
-        self, session: StoreSession, matched: Matched, hashes: tuple[BlockHash, ...], deadline_ns: int
+        self, session: StoreSession, matched: Matched | BroughtUp, hashes: tuple[BlockHash, ...], deadline_ns: int
     ) -> None:
         self._session = session
         self._lease_id: int | None = matched.lease_id
         self._blocks: tuple[MatchedBlock, ...] = matched.blocks
+        self._from_disk = matched.from_disk if isinstance(matched, BroughtUp) else ()
         self._hashes = hashes
         self._deadline_ns = deadline_ns
 
@@ -240,6 +261,10 @@ class LeasedPrefix:
         """Returns a read-only view of block ``index`` inside the slab. Its bytes are the block's only while
         ``stands()`` is true *after* they were used."""
         return self._session.slab.slot(self._blocks[index].slot).toreadonly()
+
+    def is_from_disk(self, index: int) -> bool:
+        """Returns True when block ``index`` came up from the disk for this lease."""
+        return index < len(self._from_disk) and self._from_disk[index]
 
     def digest(self, index: int) -> BlockDigest:
         """Returns the digest that the bytes of block ``index`` must have."""

@@ -269,6 +269,10 @@ class DiskTier:
         self._erase(dropped)
         return len(dropped)
 
+    def make_room(self, tenant: TenantId, num_bytes: int) -> None:
+        """Drops a tenant's oldest blocks while its quota has less than so many bytes left."""
+        self._erase(list(self.index.make_room(tenant, num_bytes)))
+
     def release_quarantined(self) -> int:
         """Puts quarantined slots back into use. Returns how many."""
         return len(self.index.release_quarantined())

@@ -14,7 +14,7 @@ from kvstore.core.ids import TenantId
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import new_incarnation
 from kvstore.store.client import LoadResult, PutBlock, StoreClient
-from kvstore.store.host import StoreHost
+from kvstore.store.host import DiskPlan, StoreHost
 from kvstore.store.messages import StoreStat
 
 BLOCK_BYTES = 5000
@@ -55,10 +55,16 @@ class Site:
         self._hosts: list[StoreHost] = []
         self.address = ("", 0)
 
-    def start_host(self, num_blocks: int = 16, *, quotas: Mapping[TenantId, int] | None = None) -> StoreHost:
+    def start_host(
+        self,
+        num_blocks: int = 16,
+        *,
+        quotas: Mapping[TenantId, int] | None = None,
+        disk: DiskPlan | None = None,
+    ) -> StoreHost:
         host = StoreHost(
             node="test", incarnation=new_incarnation(), secret=SECRET, block_bytes=BLOCK_BYTES, num_blocks=num_blocks,
-            shm_dir=self._shm_dir, quotas=quotas,
+            shm_dir=self._shm_dir, quotas=quotas, disk=disk,
         )  # fmt: skip
         self.address = host.start("127.0.0.1")
         self._hosts.append(host)

@@ -1,0 +1,196 @@
+"""The edge between a node's host slab and its disk tier: carries out what the policy says about each block.
+
+Owns the policy of the edge (``kvstore.core.tiering``) and the blocks that are on their way up. It copies down what the
+host slab commits or evicts, when the policy says so, and brings blocks up for readers. Bytes of a block that comes up
+go from the disk into a slot that this edge has reserved like any writer; nobody sees it before its digest was right.
+
+Belongs to the node's loop. Nothing in it waits for the disk except ``bring_up``, within its caller's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kvstore.core.disk_slots import NO_ORIGIN, ORIGIN_BYTES
+from kvstore.core.ids import BlockDigest, BlockHash, TenantId
+from kvstore.core.slab_index import HolderId, ReserveOutcome, ReserveStatus, SlabIndex
+from kvstore.core.slab_types import EvictedBlock
+from kvstore.core.tiering import Demotion, EdgeLimits, TierEdge
+from kvstore.store.disk.tier import BlockToWrite, DiskTier
+from kvstore.store.slab import Slab
+
+logger = logging.getLogger(__name__)
+
+HOLDER = HolderId("disk")
+"""Writer of the slots that blocks from the disk are copied into."""
+BRING_UP_BLOCKS_MAX = 1024
+"""Blocks that one ask may bring up; who wants more asks again."""
+READ_RESERVATION_NS = 30_000_000_000
+"""A read that takes longer is stuck; its slot is quarantined like that of any writer that does not answer."""
+
+
+class LowerEdge:
+    """Moves blocks between one slab and the disk tier below it."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        index: SlabIndex,
+        disk: DiskTier,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """``index`` keeps what it evicts (``keep_evicted``) until ``evicted`` took it."""
+        self._slab = slab
+        self._index = index
+        self.disk = disk
+        self._loop = loop
+        self._clock_ns = clock_ns
+        limits = EdgeLimits(max_pending_writes=disk.max_pending_writes)
+        self._policy = TierEdge(slab.num_blocks, disk.index.num_slots, limits=limits)
+        self._coming: dict[BlockHash, asyncio.Task[None]] = {}
+        self._origins = bytearray(ORIGIN_BYTES * slab.num_blocks)
+        self._from_disk: set[int] = set()
+        """Slots whose block came up from the disk and was not read since."""
+
+    def counters(self) -> dict[str, int]:
+        """Returns the counts of verdicts and of the disk."""
+        return {**self._policy.counters.to_dict(), **self.disk.stat()}
+
+    # --- down ---------------------------------------------------------------------------------------------
+
+    def visited(self, hashes: Sequence[BlockHash]) -> None:
+        """A reader asked for these blocks. Call once per request."""
+        self._policy.on_visit(hashes)
+
+    def committed(
+        self, block_hash: BlockHash, *, slot: int, digest: BlockDigest, tenant: TenantId, origin: bytes
+    ) -> None:
+        """A worker's block is visible in the slab: copied down at once while there is room to spare."""
+        self._note_origin(slot, origin)
+        self._from_disk.discard(slot)
+        is_below = self.disk.holds(block_hash)
+        if self._policy.write_early(block_hash, lower=self.disk.lower(), is_below=is_below) is Demotion.WRITE:
+            self._offer(block_hash, slot, digest, tenant)
+
+    def take_evicted(self) -> None:
+        """Copies down what the index has just evicted, before anybody writes into those slots."""
+        for block in self._index.take_evicted():
+            self._evicted(block)
+
+    def make_room(self, tenant: TenantId, num_blocks: int) -> None:
+        """Drops the oldest blocks of a tenant at its quota from the disk, so that new ones find room above."""
+        self.disk.make_room(tenant, num_blocks * self._slab.block_bytes)
+
+    def _evicted(self, block: EvictedBlock) -> None:
+        self._from_disk.discard(block.slot)
+        is_below = self.disk.holds(block.block_hash)
+        if self._policy.demote(block.block_hash, lower=self.disk.lower(), is_below=is_below) is Demotion.WRITE:
+            self._offer(block.block_hash, block.slot, block.digest, block.tenant)
+
+    def _offer(self, block_hash: BlockHash, slot: int, digest: BlockDigest, tenant: TenantId) -> None:
+        origin = bytes(self._origins[slot * ORIGIN_BYTES : (slot + 1) * ORIGIN_BYTES])
+        self.disk.offer(BlockToWrite(block_hash, digest, tenant, origin), self._slab.slot(slot))
+
+    def _note_origin(self, slot: int, origin: bytes) -> None:
+        self._origins[slot * ORIGIN_BYTES : (slot + 1) * ORIGIN_BYTES] = origin or NO_ORIGIN
+
+    # --- up -----------------------------------------------------------------------------------------------
+
+    async def bring_up(self, hashes: Sequence[BlockHash], *, timeout_s: float) -> None:
+        """Brings the blocks of a prefix that are only on the disk into the slab, as far as time and room go.
+
+        Returns when all are there or ``timeout_s`` is over; what is still under way then arrives later.
+        """
+        prefix = self._known_prefix(hashes[:BRING_UP_BLOCKS_MAX])
+        self._reserve(prefix)
+        waiting = [task for block_hash in prefix if (task := self._coming.get(block_hash)) is not None]
+        if waiting:
+            await asyncio.wait(waiting, timeout=timeout_s)
+
+    def take_from_disk(self, slots: Iterable[int]) -> tuple[bool, ...]:
+        """Returns for each slot whether its block came up from the disk and this is its first reader."""
+        flags = []
+        for slot in slots:
+            flags.append(slot in self._from_disk)
+            self._from_disk.discard(slot)
+        return tuple(flags)
+
+    def _known_prefix(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        for num_known, block_hash in enumerate(hashes):
+            if self._is_only_below(block_hash) and self.disk.can_read(block_hash) is None:
+                return hashes[:num_known]
+        return hashes
+
+    def _is_only_below(self, block_hash: BlockHash) -> bool:
+        """Returns True when the block is neither above nor on its way up."""
+        return block_hash not in self._index and block_hash not in self._coming
+
+    def _reserve(self, prefix: Sequence[BlockHash]) -> None:
+        """Takes slots for the blocks that are only below, and starts their reads.
+
+        One run of such blocks after the other: each may push out what comes later in the prefix, never what comes
+        before, or the leaves of a prefix in a small slab would keep its own beginning out.
+        """
+        stop = 0
+        while stop < len(prefix):
+            start = stop
+            while start < len(prefix) and not self._is_only_below(prefix[start]):
+                start += 1
+            stop = start
+            while stop < len(prefix) and self._is_only_below(prefix[stop]):
+                stop += 1
+            if start == stop or not self._reserve_run(prefix[:stop], num_below=stop - start):
+                return
+
+    def _reserve_run(self, prefix: Sequence[BlockHash], *, num_below: int) -> bool:
+        """Takes slots for the last ``num_below`` blocks of ``prefix``. False: there was not room for all of them."""
+        record = self.disk.can_read(prefix[-num_below])
+        if record is None:
+            return False
+        # All blocks of a prefix have the same tenant: its salt is in every hash.
+        tenant = self.disk.index.tenant_of(record.slot)
+        self.make_room(tenant, num_below)
+        deadline_ns = self._clock_ns() + READ_RESERVATION_NS
+        outcomes = self._index.reserve(prefix, writer=HOLDER, deadline_ns=deadline_ns, tenant=tenant)
+        self.take_evicted()
+        num_granted = 0
+        for block_hash, outcome in zip(prefix, outcomes, strict=True):
+            if outcome.status is ReserveStatus.GRANTED:
+                num_granted += 1
+                self._policy.promote(block_hash, upper_free=0, upper_admits=True)
+                self._coming[block_hash] = self._loop.create_task(self._read(block_hash, outcome))
+        return num_granted == num_below
+
+    async def _read(self, block_hash: BlockHash, outcome: ReserveOutcome) -> None:
+        slot, generation = outcome.slot, outcome.generation
+        is_visible = False
+        try:
+            record = self.disk.can_read(block_hash)
+            if record is None:
+                return
+            origin = self.disk.index.origin_of(record.slot)
+            if await self.disk.read(block_hash, self._slab.slot(slot)) != "ok":
+                return
+            is_visible = self._index.commit(
+                block_hash, slot=slot, generation=generation, digest=record.digest, writer=HOLDER
+            )
+            if is_visible:
+                self._note_origin(slot, origin)
+                self._from_disk.add(slot)
+        finally:
+            if not is_visible:
+                self._index.abort(block_hash, slot=slot, generation=generation, writer=HOLDER)
+            del self._coming[block_hash]
+
+    async def close(self) -> None:
+        """Ends what is on its way up, finishes what is on its way down, and closes the disk."""
+        await self.disk.close()
+        tasks: list[asyncio.Task[Any]] = list(self._coming.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,254 @@
+"""A store node with a disk tier: down when evicted, up when asked for, verified at its own hop, back after it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_process import block_hash_of, content
+from store_site import BLOCK_BYTES, DEADLINE_S, Site, blocks, load, until
+
+from kvstore.core.ids import TenantId
+from kvstore.errors import BadInput, EnvironmentProblem
+from kvstore.store.client import PutResult, StoreClient
+from kvstore.store.disk import file as disk_file
+from kvstore.store.disk.file import FILE_NAME, DiskFile
+from kvstore.store.disk.layout import Superblock, file_bytes, slots_start, stride_bytes
+from kvstore.store.host import DiskPlan, StoreHost
+
+HOST_BLOCKS = 4
+DISK_BLOCKS = 64
+PROMPT = tuple(range(1, 41))
+"""A prefix ten times as long as the slab."""
+
+
+def make_plan(folder: Path, num_blocks: int = DISK_BLOCKS) -> DiskPlan:
+    return DiskPlan(folder, file_bytes(BLOCK_BYTES, num_blocks))
+
+
+def disk_of(host: StoreHost) -> dict[str, Any]:
+    (tier,) = [tier for tier in host.status()["tiers"] if tier["name"] == "disk"]
+    return tier
+
+
+async def settled(client: StoreClient, used: int) -> None:
+    """Waits until the disk holds so many blocks."""
+    await until(client.stat, lambda stat: stat.tiers[-1].used_blocks == used)
+
+
+async def put_all(client: StoreClient, numbers: tuple[int, ...], **more: Any) -> None:
+    """Stores a prompt in parts that fit the slab, and waits until all of it is on the disk."""
+    for start in range(0, len(numbers), HOST_BLOCKS):
+        part = numbers[start : start + HOST_BLOCKS]
+        assert (await client.put_blocks(blocks(*part), **more)).stored == len(part)
+        await settled(client, start + len(part))
+
+
+def damage(folder: Path, slot: int) -> None:
+    with (folder / FILE_NAME).open("r+b") as file:
+        place = slots_start(DISK_BLOCKS) + slot * stride_bytes(BLOCK_BYTES) + 77
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+async def slot_on_disk(client: StoreClient, number: int) -> int:
+    listed = await client.list_blocks("disk")
+    assert listed is not None
+    return next(block.slot for block in listed.blocks if block.block_hash == block_hash_of(number))
+
+
+async def test_a_prefix_larger_than_the_slab_comes_back_from_the_disk(site: Site, tmp_path: Path) -> None:
+    """Evicted all the time, nothing is lost: every block is right, and the answer says where it came from."""
+    host = site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    await put_all(client, PROMPT)
+    result, got = await load(client, *PROMPT)
+    assert got == [content(number, BLOCK_BYTES) for number in PROMPT]
+    assert result.num_loaded == len(PROMPT) and result.num_from_disk >= len(PROMPT) - HOST_BLOCKS
+    assert client.counters.disk_blocks == result.num_from_disk and client.counters.corrupt_blocks == 0
+    stat = host.status()
+    assert [tier["name"] for tier in stat["tiers"]] == ["host", "disk"]
+    assert disk_of(host)["used_blocks"] == len(PROMPT) and disk_of(host)["state"] == "on"
+    assert stat["quarantined"] == stat["writing"] == 0
+    await until(client.stat, lambda stat: stat.pinned == 0 and stat.leases == 0)
+
+
+async def test_blocks_survive_the_node(site: Site, tmp_path: Path) -> None:
+    """A new life of the node finds what its predecessor had on the disk, another client loads it."""
+    first = site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    await put_all(client, PROMPT)
+    await client.close()
+    await asyncio.to_thread(first.close)
+    second = site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    assert disk_of(second)["counters"]["recovered_blocks"] == len(PROMPT)
+    result, got = await load(await site.client(), *PROMPT, 999)
+    assert got == [content(number, BLOCK_BYTES) for number in PROMPT]
+    assert (result.num_loaded, result.num_from_disk) == (len(PROMPT), len(PROMPT))
+
+
+async def test_damage_on_the_disk_is_a_miss_and_moves_the_disks_own_counter(site: Site, tmp_path: Path) -> None:
+    """The load stops before the damaged block; neither slab nor client count it; the block is gone for everybody."""
+    folder = tmp_path / "disk"
+    host = site.start_host(HOST_BLOCKS, disk=make_plan(folder))
+    client = await site.client()
+    await put_all(client, PROMPT)
+    damage(folder, await slot_on_disk(client, 8))
+    for _ in range(2):
+        result, got = await load(client, *PROMPT)
+        assert got == [content(number, BLOCK_BYTES) for number in range(1, 8)], result
+    assert disk_of(host)["counters"]["damaged_blocks"] == 1 and disk_of(host)["quarantined_blocks"] == 1
+    assert host.status()["counters"]["corrupt_blocks"] == client.counters.corrupt_blocks == 0
+    listed = await client.list_blocks("disk")
+    assert listed is not None and block_hash_of(8) not in [block.block_hash for block in listed.blocks]
+    assert (await client.put_blocks(blocks(8))).stored == 1
+    await settled(client, len(PROMPT))
+    assert (await load(client, *PROMPT))[0].num_loaded == len(PROMPT)
+
+
+async def test_sharers_of_a_damaged_block_all_stop_before_it(site: Site, tmp_path: Path) -> None:
+    """Four readers of one prefix at once: nobody takes the half that another one is still fetching for whole."""
+    folder = tmp_path / "disk"
+    site.start_host(16, disk=make_plan(folder))
+    writer = await site.client()
+    numbers = tuple(range(1, 17))
+    for start in range(0, 16, HOST_BLOCKS):
+        await writer.put_blocks(blocks(*numbers[start : start + HOST_BLOCKS]))
+        await settled(writer, start + HOST_BLOCKS)
+    await writer.put_blocks(blocks(*range(100, 116)))
+    damage(folder, await slot_on_disk(writer, 9))
+    readers = [await site.client() for _ in range(4)]
+    results = await asyncio.gather(*(load(reader, *numbers) for reader in readers))
+    for result, got in results:
+        assert result.num_loaded <= 8
+        assert got == [content(number, BLOCK_BYTES) for number in numbers[: result.num_loaded]]
+    assert max(result.num_loaded for result, _ in results) == 8
+
+
+async def test_a_full_file_system_is_no_error(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The node starts without the tier, says so once, and serves from the slab."""
+
+    def full(path: Path, block_bytes: int, num_slots: int) -> Superblock:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk_file, "_create", full)
+    host = site.start_host(disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    assert (await client.put_blocks(blocks(1, 2))).stored == 2
+    assert (await load(client, 1, 2, 3))[0].num_loaded == 2
+    tier = disk_of(host)
+    assert (tier["state"], tier["blocks"], tier["why"]) == ("off", 0, "open: No space left on device")
+    assert sum(record.message.startswith("store_disk_off") for record in caplog.records) == 1
+
+
+async def test_a_disk_that_fails_while_it_works_costs_nothing_but_itself(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EIO in the middle: stores and loads go on from the slab."""
+
+    def broken(self: DiskFile, batch: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(DiskFile, "write", broken)
+    host = site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    for start in range(1, 41, HOST_BLOCKS):
+        numbers = range(start, start + HOST_BLOCKS)
+        assert (await client.put_blocks(blocks(*numbers))).stored == HOST_BLOCKS
+        assert (await load(client, *numbers))[0].num_loaded == HOST_BLOCKS
+    assert disk_of(host)["state"] == "off" and disk_of(host)["counters"]["switched_off"] == 1
+
+
+async def test_a_slow_disk_costs_a_load_its_deadline_and_no_more(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not up in time is a miss now, and a hit for whoever asks after it has come."""
+    import threading
+
+    gate, real_read = threading.Event(), DiskFile.read
+
+    def slow(self: DiskFile, slot: int, into: Any) -> None:
+        assert gate.wait(DEADLINE_S)
+        real_read(self, slot, into)
+
+    site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    await put_all(client, (1, 2, 3, 4))
+    await client.put_blocks(blocks(*range(50, 54)))
+    await settled(client, 8)
+    monkeypatch.setattr(DiskFile, "read", slow)
+    buffers = [bytearray(BLOCK_BYTES) for _ in range(4)]
+    hashes = [block_hash_of(number) for number in range(1, 5)]
+    result = await client.load_blocks(hashes, buffers.__getitem__, deadline_s=0.05)
+    assert result.num_loaded == 0 and not any(map(any, buffers))
+    gate.set()
+    await until(client.stat, lambda stat: stat.writing == 0)
+    assert (await load(client, 1, 2, 3, 4))[0].num_loaded == 4
+
+
+async def test_a_second_node_cannot_have_the_same_folder(site: Site, tmp_path: Path) -> None:
+    """Refused at the start, in words that say what to do."""
+    site.start_host(disk=make_plan(tmp_path / "disk"))
+    with pytest.raises(EnvironmentProblem, match=r"kv\.disk_path: .* is in use by another store node"):
+        site.start_host(disk=make_plan(tmp_path / "disk"))
+
+
+async def test_a_disk_too_small_for_one_block_is_bad_input(site: Site, tmp_path: Path) -> None:
+    """Named by its field, before anything runs."""
+    with pytest.raises(BadInput, match=r"kv\.disk_bytes: one block needs 5000 bytes"):
+        site.start_host(disk=DiskPlan(tmp_path / "disk", 4096))
+
+
+async def test_a_tenants_quota_counts_both_tiers_and_its_oldest_disk_blocks_make_room(
+    site: Site, tmp_path: Path
+) -> None:
+    """Hard over all tiers, yet a tenant at its quota still stores and still reads what it has on the disk."""
+    tenant = TenantId("a")
+    quota = 12 * BLOCK_BYTES
+    host = site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"), quotas={tenant: quota})
+    client = await site.client()
+    for start in range(1, 25, HOST_BLOCKS):
+        result = await client.put_blocks(blocks(*range(start, start + HOST_BLOCKS)), tenant=tenant)
+        assert result == PutResult(stored=HOST_BLOCKS)
+        assert sum(host.status()["tenants"]["a"].values()) <= quota
+    await until(client.stat, lambda stat: stat.tiers[-1].used_blocks >= HOST_BLOCKS)
+    listed = await client.list_blocks("disk")
+    assert listed is not None and listed.blocks and all(block.tenant == "a" for block in listed.blocks)
+    (await client.put_blocks(blocks(*range(200, 204))))
+    number = int.from_bytes(listed.blocks[-1].block_hash, "big")
+    result, got = await load(client, number)
+    assert got == [content(number, BLOCK_BYTES)]
+    assert sum(host.status()["tenants"]["a"].values()) <= quota
+
+
+async def test_verify_and_gc_find_damage_in_both_tiers(site: Site, tmp_path: Path) -> None:
+    """``verify`` re-reads every digest and removes what is damaged; ``gc`` puts the slot back into use."""
+    folder = tmp_path / "disk"
+    host = site.start_host(HOST_BLOCKS, disk=make_plan(folder))
+    client = await site.client()
+    await put_all(client, tuple(range(1, 13)))
+    damage(folder, await slot_on_disk(client, 5))
+    (slab,) = tmp_path.glob("kopir-slab-*")
+    in_slab = await client.list_blocks("host")
+    assert in_slab is not None and len(in_slab.blocks) == HOST_BLOCKS and in_slab.next_slot is None
+    data = slab.read_bytes()
+    place = data.index(content(12, BLOCK_BYTES))
+    with slab.open("r+b") as file:
+        file.seek(place + 100)
+        file.write(b"\xff\xff")
+    on_disk = await client.verify_blocks("disk")
+    assert on_disk is not None and on_disk.num_checked == 12 and on_disk.num_skipped == 0
+    assert [ref.block_hash for ref in on_disk.damaged] == [block_hash_of(5)]
+    on_host = await client.verify_blocks("host")
+    assert on_host is not None and on_host.num_checked == HOST_BLOCKS
+    assert [ref.block_hash for ref in on_host.damaged] == [block_hash_of(12)]
+    assert host.status()["counters"]["corrupt_blocks"] == 1 and disk_of(host)["counters"]["damaged_blocks"] == 1
+    collected = await client.collect_garbage()
+    assert collected is not None and collected.released_slots == 1 and disk_of(host)["quarantined_blocks"] == 0
