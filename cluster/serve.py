@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import threading
 import time
@@ -25,6 +24,7 @@ import msgspec
 from cluster import machine, ray_environment, runfile
 from cluster import plan as planning
 from cluster.config import Config
+from cluster.secret import cluster_secret
 from kvstore.errors import EnvironmentProblem, FatalError, KopirError
 from kvstore.store.slab import remove_dead_slabs
 from workers.model import hub
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 READY_DEADLINE_S = 60.0
 READY_POLL_S = 0.05
-SECRET_BYTES = 32
 DOWN_DEADLINE_S = 10.0
 DOWN_POLL_S = 0.05
 
@@ -124,22 +123,6 @@ def _with_keys(config: Config) -> Config:
     path = Path(config.auth.keys_file).absolute()
     load_keys(path)
     return msgspec.structs.replace(config, auth=msgspec.structs.replace(config.auth, keys_file=str(path)))
-
-
-def cluster_secret(config: Config) -> bytes:
-    """Returns the secret that the processes of this cluster share. Raises: EnvironmentProblem."""
-    if config.auth.cluster_secret_file is None:
-        return secrets.token_bytes(SECRET_BYTES)
-    path = Path(config.auth.cluster_secret_file)
-    try:
-        if path.stat().st_mode & 0o077:
-            raise EnvironmentProblem(f"auth.cluster_secret_file: {path} is readable by others; run chmod 600 on it")
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise EnvironmentProblem(f"auth.cluster_secret_file: {path}: {error.strerror}") from error
-    if len(secret) < SECRET_BYTES // 2:
-        raise EnvironmentProblem(f"auth.cluster_secret_file: {path} holds fewer than {SECRET_BYTES // 2} bytes")
-    return secret
 
 
 def down(address: str | None) -> bool:

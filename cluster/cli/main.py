@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from cluster.cli import chat, config, doctor, down, keys, model, policy, request, serve, sim, status
+from cluster.cli import chat, config, doctor, down, keys, model, policy, request, serve, sim, status, store
 from cluster.cli.common import say_error, write
 from kvstore.errors import BadInput, EnvironmentProblem, KopirError
 
@@ -93,6 +93,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")
 app.add_typer(sim.app, name="sim")
+app.add_typer(store.app, name="store")
 
 
 def run(arguments: list[str]) -> int:
