@@ -19,12 +19,15 @@ class KvPool:
     """``num_blocks`` blocks of one layout in host memory, all zero at first.
 
     ``tensor``: shape (num_blocks, num_layers, 2, num_kv_heads, block_tokens, head_size), contiguous.
-    Raises BadInput for a count below 1 and EnvironmentProblem when the machine has not that much memory.
+    Raises BadInput for a count below 1 or a layout the engine cannot compute on, EnvironmentProblem when
+    the machine has not that much memory.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         if num_blocks < 1:
             raise BadInput("pool_blocks", num_blocks, "the pool needs at least 1 block")
+        if not layout.is_canonical or layout.dtype not in TORCH_DTYPES:
+            raise BadInput("kv_layout", f"{layout.dtype} {layout.label}", "the engine needs canonical blocks")
         self.layout = layout
         self.num_blocks = num_blocks
         try:

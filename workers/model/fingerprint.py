@@ -9,8 +9,6 @@ from kvstore.core.identity import Fingerprint, canonical_text
 from workers.model.config import ModelConfig
 from workers.model.numerics import Numerics
 
-AXIS_ORDER = "layer,kv,head,token,dim"
-
 
 def make_fingerprint(
     config: ModelConfig, layout: KVLayout, *, digests: dict[str, str], numerics: Numerics
@@ -35,6 +33,6 @@ def make_fingerprint(
         rope=canonical_text(asdict(config.rope)),
         kv_dtype=layout.dtype,
         block_tokens=layout.block_tokens,
-        kv_layout=AXIS_ORDER,
+        kv_layout=layout.label,
         numerics=canonical_text(numerics.fingerprint()),
     )
