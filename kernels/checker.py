@@ -317,6 +317,9 @@ def _looks_like(found: np.ndarray, writer: KVLayout, key: np.ndarray, num_tokens
 
     A writer with larger blocks leaves the start of its block here, one with smaller blocks fills only a part.
     """
+    row = expected_first_rows(writer, key[None])[0].view(np.uint8)[: len(found)]
+    if not np.array_equal(found[: len(row)], row):
+        return False  # every layout starts with the same head vector, which settles most candidates
     left = np.zeros(writer.block_bytes, np.uint8)
     known = np.zeros(writer.block_bytes, np.uint8)
     writer.logical_view(left)[:, :, :, :num_tokens] = expected_bits(writer, key)[:, :, :, :num_tokens]

@@ -206,14 +206,15 @@ class KVLayout:
         """Returns elements of blocks as unsigned bits by their logical axes, without a copy.
 
         Args:
-            blocks: uint8, shape (..., block_bytes), last axis contiguous.
+            blocks: uint8, shape (..., block_bytes), C-contiguous.
 
         Returns: shape (..., *shape) of uint8, uint16 or uint32, the same memory.
         """
-        # Seen as elements first: a strided view of bytes could not change its item size.
-        elements = blocks.view(f"u{self.item_bytes}")
-        return np.lib.stride_tricks.as_strided(
-            elements, blocks.shape[:-1] + self.shape, blocks.strides[:-1] + self.strides_bytes
+        return np.ndarray(
+            blocks.shape[:-1] + self.shape,
+            f"u{self.item_bytes}",
+            buffer=blocks,
+            strides=blocks.strides[:-1] + self.strides_bytes,
         )
 
     def same_bytes_as(self, other: KVLayout) -> bool:

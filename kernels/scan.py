@@ -152,49 +152,41 @@ def _scan_block(
 ) -> None:
     """Measures one block. Modifies: ``out``, one row of a scan that holds nothing found yet."""
     view = layout.logical_view(block)
+    written, tail = view[:, :, :, :num_tokens], view[:, :, :, num_tokens:]
     mask = view.dtype.type(NON_FINITE_MASK[layout.dtype])
-    bad = np.zeros(layout.shape, bool)
-
-    written = view[:, :, :, :num_tokens]
-    non_finite = np.zeros(layout.shape, bool)
-    non_finite[:, :, :, :num_tokens] = (written & mask) == mask
-    canary = np.zeros(layout.shape, bool)
-    canary[:, :, :, :num_tokens] = written == view.dtype.type(CANARY_BITS[layout.dtype])
-    non_finite &= ~canary
-    _note(non_finite, layout, out, Field.NON_FINITE, bad)
-    _note(canary, layout, out, Field.CANARY, bad)
-
-    tail = np.zeros(layout.shape, bool)
-    filled = np.frombuffer(bytes([fill]) * layout.item_bytes, view.dtype)[0]
-    tail[:, :, :, num_tokens:] = view[:, :, :, num_tokens:] != filled
-    _note(tail, layout, out, Field.TAIL, bad)
-
+    wrong = None
     if key is not None:
-        wrong = np.zeros(layout.shape, bool)
-        wrong[:, :, :, :num_tokens] = written != expected_bits(layout, key)[:, :, :, :num_tokens]
-        _note(wrong, layout, out, Field.PROBE, bad)
+        wrong = written != expected_bits(layout, key)[:, :, :, :num_tokens]
+        _note(wrong, layout, 0, out, Field.PROBE)
+    # A pattern is finite and never the canary: where it is right there is nothing else to look for.
+    if wrong is None or out[Field.PROBE]:
+        canary = written == view.dtype.type(CANARY_BITS[layout.dtype])
+        _note(((written & mask) == mask) & ~canary, layout, 0, out, Field.NON_FINITE)
+        _note(canary, layout, 0, out, Field.CANARY)
+    if tail.size:
+        filled = np.frombuffer(bytes([fill]) * layout.item_bytes, view.dtype)[0]
+        _note(tail != filled, layout, num_tokens, out, Field.TAIL)
 
-    _note(bad, layout, out, None, bad)
-    rows = block.reshape(layout.num_rows, layout.row_stride_bytes)
-    pad = np.flatnonzero((rows[:, layout.row_bytes :] != fill).reshape(-1))
-    if len(pad):
-        width = layout.row_stride_bytes - layout.row_bytes
-        places = (pad[[0, -1]] // width) * layout.row_stride_bytes + layout.row_bytes + pad[[0, -1]] % width
-        out[Field.PAD] = len(pad)
-        out[Field.PAD_FIRST] = places[0]
-        out[Field.BAD_FIRST] = min(int(out[Field.BAD_FIRST]), int(places[0]))
-        out[Field.BAD_LAST] = max(int(out[Field.BAD_LAST]), int(places[1]))
+    width = layout.row_stride_bytes - layout.row_bytes
+    if width:
+        rows = block.reshape(layout.num_rows, layout.row_stride_bytes)
+        pad = np.flatnonzero((rows[:, layout.row_bytes :] != fill).reshape(-1))
+        if len(pad):
+            places = pad // width * layout.row_stride_bytes + layout.row_bytes + pad % width
+            _write_down(places, out, Field.PAD)
 
 
-def _note(found: np.ndarray, layout: KVLayout, out: np.ndarray, field: Field | None, bad: np.ndarray) -> None:
-    """Writes the count and first place of one kind, or first and last place of all kinds when ``field`` is None."""
-    if not found.any():
-        return
-    index = np.argwhere(found)
-    offsets = index @ np.array(layout.strides_bytes, np.int64)
-    if field is None:
-        out[Field.BAD_FIRST], out[Field.BAD_LAST] = offsets.min(), offsets.max()
-        return
-    out[field] = len(index)
-    out[field + 1] = offsets.min()
-    bad |= found
+def _note(found: np.ndarray, layout: KVLayout, first_token: int, out: np.ndarray, field: Field) -> None:
+    """Writes down the elements that are True; axes as in ``AXES``, tokens counted from ``first_token``."""
+    if found.any():
+        index = np.argwhere(found)
+        index[:, 3] += first_token
+        _write_down(index @ np.array(layout.strides_bytes, np.int64), out, field)
+
+
+def _write_down(places: np.ndarray, out: np.ndarray, field: Field) -> None:
+    """Modifies: count and first place of the kind, first and last place of everything."""
+    first, last = int(places.min()), int(places.max())
+    out[field], out[field + 1] = len(places), first
+    out[Field.BAD_FIRST] = min(int(out[Field.BAD_FIRST]), first)
+    out[Field.BAD_LAST] = max(int(out[Field.BAD_LAST]), last)

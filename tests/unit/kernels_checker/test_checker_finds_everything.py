@@ -12,9 +12,10 @@ from kernels.layout import KVLayout
 from kernels.pattern import write_pattern
 from tests.unit.kernels_checker.pools import DAMAGES, random_layout, random_pool
 
-NUM_POOLS = 4_000
+NUM_POOLS = 20_000
 
 
+@pytest.mark.timeout(600)  # about 20 s of one core, much longer on a busy machine
 def test_every_damage_is_found_and_no_clean_pool_accused() -> None:
     """Random pools: every second one is checked clean first, then each has one damage or mix-up and is refused."""
     rng = np.random.default_rng(20_260_701)
@@ -36,7 +37,7 @@ def test_every_damage_is_found_and_no_clean_pool_accused() -> None:
         report = checker.check(pool.bytes, pool.claim)
         assert not report.is_clean, (number, damage.__name__, pool)
         applied[damage.__name__] += 1
-    assert min(applied.values()) > 40 and len(applied) == len(DAMAGES), applied
+    assert min(applied.values()) > 300 and len(applied) == len(DAMAGES), applied
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)

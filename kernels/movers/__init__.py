@@ -1,0 +1,1 @@
+"""Block movers: paged and contiguous KV, other shards, other block sizes, other dtypes."""
