@@ -4,6 +4,8 @@ Rounding is written out in integer operations, so that a GPU, Triton's interpret
 is imported only where it is used: Triton decides at import whether it compiles or interprets.
 """
 
+# mypy: allow-untyped-decorators
+
 from __future__ import annotations
 
 from typing import Any, Final
