@@ -22,6 +22,7 @@ from starlette.routing import Route
 from cluster.config import Config
 from cluster.core.tenants import EVERYBODY, Tenant, TenantMeter
 from cluster.ingress.api.app import create_app
+from cluster.ingress.api.idempotency import IdempotencyKeys
 from cluster.ingress.api.services import ApiLimits
 from cluster.ingress.api.tenants import Tenants, tenant_of_scope
 from cluster.ingress.api.tokenizer import TokenizerBundle
@@ -89,6 +90,11 @@ class IngressApp:
             ApiLimits(max_body_bytes=self._config.limits.max_body_bytes),
             metrics=self._metrics,
             tenants=self._tenants,
+            idempotency=IdempotencyKeys(
+                lambda: self._backend.keys,
+                owner=self._me.incarnation,
+                lease_s=self._config.attempts.lease_ms / 1000,
+            ),
         )
 
         @asynccontextmanager

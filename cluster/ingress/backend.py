@@ -27,6 +27,7 @@ from cluster.ingress.generation import RunningRequest
 from cluster.ingress.record_book import RecordBook
 from cluster.ingress.relay import RelayServer, WorkerLink
 from cluster.ingress.relay_metrics import RelayMetrics
+from cluster.ledger.key_store import KeyStore
 from cluster.policy_source import PolicySource
 from cluster.view import ClusterView
 from kvstore.core.messages import (
@@ -114,6 +115,11 @@ class RelayBackend(Backend):
             retention_s=self._config.ledger.retention_s,
             clock_ns=self._clock_ns,
         )
+
+    @property
+    def keys(self) -> KeyStore | None:
+        """Idempotency keys in the ledger; None before ``join_ledger``."""
+        return self._book.keys
 
     async def close(self) -> None:
         """Interrupts what runs, waits a moment for its end to be told, then closes the links."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.ingress.siblings import AskRequest, Siblings
 from cluster.ledger.database import LedgerUnavailable
+from cluster.ledger.key_store import KeyStore
 from cluster.ledger.request_ledger import RequestLedger
 from cluster.ledger.request_store import OwnerRow, RequestRow
 from kvstore.errors import KopirError
@@ -69,6 +70,11 @@ class RecordBook:
             await self._siblings.close()
         if self._ledger is not None:
             await asyncio.to_thread(self._ledger.close)
+
+    @property
+    def keys(self) -> KeyStore | None:
+        """Idempotency keys; None without a ledger."""
+        return None if self._ledger is None else self._ledger.keys
 
     @property
     def rejected(self) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from cluster.core.owner_watch import OwnerWatch
 from cluster.ledger.database import Database, LedgerUnavailable, open_database
+from cluster.ledger.key_store import KeyStore
 from cluster.ledger.request_store import OwnerRow, RequestRow, RequestStore
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,8 @@ class RequestLedger:
         self._closing = False
         self._database: Database | None = None
         self._store: RequestStore | None = None
+        self.keys: KeyStore | None = None
+        """Idempotency keys, in the same database; None before ``start``. Written at once, not behind."""
         self._thread = threading.Thread(target=self._run, name="kopir-ledger", daemon=True)
         self.num_written = 0
         self.num_lost = 0
@@ -74,6 +77,7 @@ class RequestLedger:
         """
         self._database = open_database(self._url)
         self._store = RequestStore(self._database)
+        self.keys = KeyStore(self._database)
         self._store.register(self._me, now_ms=self._now_ms())
         self._thread.start()
 
@@ -180,6 +184,8 @@ class RequestLedger:
         if now_ns >= self._next_prune_ns:
             self._next_prune_ns = now_ns + int(PRUNE_EVERY_S * 1e9)
             store.prune(self._now_ms() - self._retention_ms)
+            assert self.keys is not None
+            self.keys.prune(self._now_ms() - self._retention_ms)
 
     def _now_ms(self) -> int:
         return int(self._unix_s() * 1000)

@@ -48,3 +48,20 @@ requests = Table(
     Index("kopir_requests_age", "updated_at_ms"),
 )
 """One row per request. ``record`` is the journal as JSON; the columns are what is asked for."""
+
+idempotency_keys = Table(
+    "kopir_idempotency_keys",
+    metadata,
+    Column("tenant", String(128), primary_key=True),
+    Column("key", String(255), primary_key=True),
+    Column("body_digest", String(64), nullable=False),
+    Column("request_id", String(128), nullable=False),
+    Column("owner", String(64), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("response", Text, nullable=True),
+    Column("interruption", Text, nullable=True),
+    Column("created_at_ms", BigInteger, nullable=False),
+    Column("updated_at_ms", BigInteger, nullable=False),
+    Index("kopir_idempotency_keys_age", "updated_at_ms"),
+)
+"""One row per key of a tenant; ``state`` is running, sent, finished or interrupted."""

@@ -22,6 +22,7 @@ from typing import Any
 from cluster.ingress.api.backend import CancelReason, Ended, Interrupted, Restarted, TokenBatch
 from cluster.ingress.api.choice import Choice, Merge
 from cluster.ingress.api.errors import ApiError, UpstreamFailed, as_api_error
+from cluster.ingress.api.idempotency import KeyHold
 from cluster.ingress.api.plan import AnswerPlan
 from cluster.ingress.api.services import Services
 from cluster.ingress.api.shapes import AnswerShape
@@ -42,7 +43,15 @@ class Answer(ABC):
     """Runs one request; see the module."""
 
     def __init__(
-        self, services: Services, plan: AnswerPlan, *, request_id: str, label: str | None, tenant: str, arrived_s: float
+        self,
+        services: Services,
+        plan: AnswerPlan,
+        *,
+        request_id: str,
+        label: str | None,
+        tenant: str,
+        arrived_s: float,
+        hold: KeyHold | None = None,
     ) -> None:
         self._services = services
         self._plan = plan
@@ -50,10 +59,12 @@ class Answer(ABC):
         self._label = label
         self._tenant = tenant
         self._arrived_s = arrived_s
+        self._hold = hold
         self._choices = [
             Choice(index, plan, services.tokenizer.table, call_ids=partial(_call_id, request_id, index))
             for index in range(plan.num_choices)
         ]
+        self._interruption: dict[str, Any] | None = None
         self._computed = True
         self._started = False
         """The first byte went out, or is about to."""
@@ -87,6 +98,39 @@ class Answer(ABC):
             metrics.generated_tokens.inc(self._num_tokens)
             if self._started:
                 metrics.delivered_tokens.inc(self._num_delivered)
+            if self._hold is not None:
+                await self._settle(self._hold, outcome)
+
+    async def _settle(self, hold: KeyHold, outcome: str) -> None:
+        """Writes down what became of the key; finished even when this handler is cancelled."""
+
+        async def write() -> None:
+            try:
+                if not self._started:
+                    await hold.release()
+                elif outcome != "finished":
+                    await hold.interrupted(self._interruption or self._broken_off())
+                elif self._plan.stream:
+                    await hold.finished()
+            except ApiError as error:
+                # Its row stays open: who asks again hears that it is under way until this ingress ends.
+                logger.error("key_not_settled request_id=%s error=%s", self._request_id, error)
+
+        task = asyncio.ensure_future(write())
+        _clean_ups.add(task)
+        task.add_done_callback(_clean_ups.discard)
+        await asyncio.shield(task)
+
+    def _broken_off(self) -> dict[str, Any]:
+        return {
+            "code": "client_gone",
+            "reason": "client_gone",
+            "request_id": self._request_id,
+            "attempt_id": self._attempt_id,
+            "partial_output": True,
+            "delivered_output_tokens": self._num_delivered,
+            "retryable": False,
+        }
 
     @property
     def used_tokens(self) -> int:
@@ -213,11 +257,17 @@ class Answer(ABC):
     def _restarted(self, choice: Choice) -> None:
         """What was gathered of a choice is void."""
 
-    def _mark_started(self, choice: Choice) -> None:
-        """Crosses the boundary of a choice: to be called right before anything of it is written."""
+    async def _mark_started(self, choice: Choice, whole: bytes | None = None) -> None:
+        """Crosses the boundary of a choice: to be awaited right before anything of it is written.
+
+        ``whole``: the body that will be written. For a keyed request the crossing is in the ledger when this returns.
+        """
+        # First here, so that no attempt is repeated while the ledger is written.
         choice.mark_first_delta()
         if self._started:
             return
+        if self._hold is not None:
+            await (self._hold.sent() if whole is None else self._hold.finished(whole))
         self._started = True
         metrics = self._services.metrics
         metrics.ttft.observe(self._services.monotonic_s() - self._arrived_s)

@@ -5,6 +5,7 @@ Owns routes and error handlers. Holds no state of requests: that is the backend'
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -19,7 +20,17 @@ from starlette.routing import Route
 
 from cluster.ingress.api.answer import Receive, Send, request_id_of_choice
 from cluster.ingress.api.backend import Backend
-from cluster.ingress.api.errors import ApiError, InvalidRequest, MethodNotAllowed, NotFound, as_api_error, echo
+from cluster.ingress.api.errors import (
+    ApiError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    NotReady,
+    as_api_error,
+    echo,
+)
+from cluster.ingress.api.idempotency import HEADER as IDEMPOTENCY_HEADER
+from cluster.ingress.api.idempotency import KeyHold
 from cluster.ingress.api.identity import RequestIdentity, request_id_of
 from cluster.ingress.api.parse import ClientGone, parse, read_body
 from cluster.ingress.api.plan import AnswerPlan
@@ -30,6 +41,7 @@ from cluster.ingress.api.tenants import KeyCheck, tenant_of_scope
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.api.whole import WholeAnswer
 from cluster.ingress.api.wire import Model, ModelList, encode_json
+from cluster.ledger.key_store import KeyRow
 from kvstore.errors import KopirError
 
 logger = logging.getLogger(__name__)
@@ -96,9 +108,30 @@ class GenerationEndpoint:
             plan = await self._planner.chat(parse(body, ChatRequest))
         else:
             plan = await self._planner.completion(parse(body, CompletionRequest))
-        await self._answer(scope, receive, send, plan, arrived_s)
+        hold: KeyHold | None = None
+        if (key := headers.get(IDEMPOTENCY_HEADER)) is not None:
+            claimed = await self._claim(scope, key, body)
+            if isinstance(claimed, KeyRow):
+                await _replay(claimed, send)
+                return
+            hold = claimed
+        try:
+            await self._answer(scope, receive, send, plan, hold, arrived_s)
+        except BaseException:
+            if hold is not None:
+                await asyncio.shield(hold.release())
+            raise
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, plan: AnswerPlan, arrived_s: float) -> None:
+    async def _claim(self, scope: Scope, key: str, body: bytes) -> KeyHold | KeyRow:
+        if self._services.idempotency is None:
+            raise NotReady("Requests with an idempotency key need a ledger.", code="no_ledger")
+        return await self._services.idempotency.claim(
+            key, tenant=tenant_of_scope(scope).name, request_id=request_id_of(scope), path=scope["path"], body=body
+        )
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, plan: AnswerPlan, hold: KeyHold | None, arrived_s: float
+    ) -> None:
         services, headers = self._services, Request(scope).headers
         tenant, request_id = tenant_of_scope(scope), request_id_of(scope)
         spec = msgspec.structs.replace(plan.spec, tenant_salt=tenant.salt)
@@ -110,6 +143,7 @@ class GenerationEndpoint:
             label=_label(headers.get("x-kopir-label", headers.get("x-request-id"))),
             tenant=tenant.name,
             arrived_s=arrived_s,
+            hold=hold,
         )
         most = plan.num_prompt_tokens + plan.num_choices * plan.spec.max_tokens
         with services.tenants.place(tenant, request_id, num_tokens=most, num_choices=plan.num_choices) as usage:
@@ -208,6 +242,19 @@ def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Any], Co
 
 def _count_error(services: Services, error: ApiError) -> None:
     services.metrics.errors.labels(str(error.status), error.code or "").inc()
+
+
+async def _replay(row: KeyRow, send: Send) -> None:
+    """Writes a whole answer once more, as it was."""
+    assert row.response is not None, row.request_id
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(row.response)).encode()),
+        (b"x-idempotent-replay", b"true"),
+        (b"x-kopir-original-request-id", row.request_id.encode()),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": row.response, "more_body": False})
 
 
 def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -5,6 +5,7 @@
     ├── Unauthorized        401    no key, or one that is not known
     ├── Forbidden           403    a known key that may not be used
     ├── NotFound            404    model, request or path
+    ├── Conflict            409    an idempotency key that is in use, was used, or broke
     ├── BodyTooLarge        413
     ├── Overloaded          429    quota or queue is full; retry-after
     ├── UpstreamFailed      502    a worker failed before the first delta; 504 with ``deadline_exceeded``
@@ -14,6 +15,8 @@ Owns the mapping from other errors of Kopir to these. Never shows a traceback or
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -51,7 +54,11 @@ class ApiError(KopirError):
     def body(self) -> bytes:
         """Returns the JSON of the answer."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode({"error": error | self.fields()})
+
+    def fields(self) -> dict[str, Any]:
+        """Returns what this kind of error says besides."""
+        return {}
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Returns the retry advice as raw header pairs."""
@@ -112,6 +119,22 @@ class MethodNotAllowed(ApiError):
 
     status = 405
     type = "invalid_request_error"
+
+
+class Conflict(ApiError):
+    """409: an idempotency key whose answer cannot be given again. Client libraries are told not to repeat it."""
+
+    status = 409
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, code: str, request_id: str, interruption: dict[str, Any] | None = None) -> None:
+        super().__init__(message, code=code, param="Idempotency-Key", should_retry=False)
+        self.request_id = request_id
+        self.interruption = interruption
+
+    def fields(self) -> dict[str, Any]:
+        found = {"request_id": self.request_id}
+        return found if self.interruption is None else found | {"interruption": self.interruption}
 
 
 class BodyTooLarge(ApiError):

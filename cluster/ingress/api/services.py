@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster.ingress.api.backend import Backend
+from cluster.ingress.api.idempotency import IdempotencyKeys
 from cluster.ingress.api.plan import ModelFacts, Planner
 from cluster.ingress.api.tenants import Tenants
 from cluster.ingress.api.tokenizer import TokenizerBundle
@@ -36,6 +37,8 @@ class Services:
     limits: ApiLimits = ApiLimits()
     metrics: IngressMetrics = field(default_factory=IngressMetrics)
     tenants: Tenants = field(default_factory=Tenants)
+    idempotency: IdempotencyKeys | None = None
+    """None: requests with an idempotency key are refused."""
     monotonic_s: Callable[[], float] = time.monotonic
     unix_s: Callable[[], float] = time.time
     random_seed: Callable[[], int] = _random_seed

@@ -6,6 +6,8 @@ hand (or the end, when there is none), so that every failure up to there is an o
 
 from __future__ import annotations
 
+import msgspec
+
 from cluster.ingress.api.answer import Answer, Send
 from cluster.ingress.api.backend import Interrupted
 from cluster.ingress.api.choice import Choice
@@ -62,13 +64,14 @@ class StreamedAnswer(Answer):
             attempt_id=event.attempt_id,
             delivered_output_tokens=self._num_delivered,
         )
+        self._interruption = msgspec.to_builtins(error)
         usage = self._shape.usage(self._usage()) if self._plan.include_usage else b""
         await send({"type": "http.response.body", "body": usage + error_event(error), "more_body": False})
 
     async def _write(self, send: Send, choice: Choice, data: bytes, *, more: bool) -> None:
         """Writes output of one choice; the first of all brings the headers and the openings of all choices."""
         is_first = not self._started
-        self._mark_started(choice)
+        await self._mark_started(choice)
         if is_first:
             data = self._shape.opening(len(self._choices)) + data
             await send(_START)

@@ -29,12 +29,13 @@ class WholeAnswer(Answer):
         if not self._is_complete:
             return
         for each in self._choices:
-            self._mark_started(each)
+            each.mark_first_delta()
         choices = [
             self._shape.whole(each.index, self._pieces[each.index], each.take_scored(), each.finish)
             for each in self._choices
         ]
         body = encode_json(self._shape.body(choices, self._usage()))
+        await self._mark_started(self._choices[0], body)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -15,6 +15,7 @@ import uvicorn
 
 from cluster.ingress.api.app import create_app
 from cluster.ingress.api.backend import Ended
+from cluster.ingress.api.idempotency import IdempotencyKeys
 from cluster.ingress.api.services import ApiLimits
 from cluster.ingress.api.tenants import Tenants
 from cluster.ingress.api.tokenizer import TokenizerBundle
@@ -69,11 +70,26 @@ def tenants() -> Tenants:
     return Tenants()
 
 
+@pytest.fixture
+def idempotency() -> IdempotencyKeys | None:
+    """No ledger. A module that wants one has a fixture of this name."""
+    return None
+
+
 @pytest_asyncio.fixture
-async def world(tokenizer: Any, bundle: TokenizerBundle, tenants: Tenants) -> AsyncIterator[World]:
+async def world(
+    tokenizer: Any, bundle: TokenizerBundle, tenants: Tenants, idempotency: IdempotencyKeys | None
+) -> AsyncIterator[World]:
     metrics = IngressMetrics()
     backend = FakeBackend(vocab_size=tokenizer.get_vocab_size())
-    app = create_app(backend, bundle, ApiLimits(max_body_bytes=MAX_BODY_BYTES), metrics=metrics, tenants=tenants)
+    app = create_app(
+        backend,
+        bundle,
+        ApiLimits(max_body_bytes=MAX_BODY_BYTES),
+        metrics=metrics,
+        tenants=tenants,
+        idempotency=idempotency,
+    )
     # The protocol is named because asyncio sets TCP_NODELAY only then; 40 ms per answer otherwise.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
