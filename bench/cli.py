@@ -81,3 +81,20 @@ def engine(
     from bench.engine import run_engine
 
     return run_engine(quick=quick, json_path=json_path, check=check, seed=seed, peers=peers, serving=serving)
+
+
+@app.command(epilog="Example: kopir bench tiers --json tiers.json")
+def tiers(
+    quick: QuickOption = False,
+    json_path: JsonFileOption = None,
+    check: CheckOption = False,
+    seed: SeedOption = 1,
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", metavar="DIR", help="Where the disk tier lies: 5 GiB. Default: temporary."),
+    ] = None,
+) -> int:
+    """Measure a long prompt cold, from the host tier and from the disk, and the recovery of a full disk tier."""
+    from bench.store_tiers import run_tiers
+
+    return run_tiers(quick=quick, json_path=json_path, check=check, seed=seed, folder=folder)

@@ -362,6 +362,16 @@ class StoreClient:
         ``tenant``: whom the blocks are charged to, see ``kvstore.core.quota.tenant_of``.
         """
         items = [PutBlock(*block) for block in blocks]
+        result = await self._put_once(items, tenant)
+        # With a tier below, a prompt larger than the slab passes through it: what is stored leaves for the next part.
+        while self._has_lower_tier and result.no_room and result.stored:
+            part = await self._put_once(items[-result.no_room :], tenant)
+            if not part.stored:
+                break
+            result = _added(result, part)
+        return result
+
+    async def _put_once(self, items: Sequence[PutBlock], tenant: TenantId) -> PutResult:
         reservation = await self.reserve([item.block_hash for item in items], tenant=tenant) if items else None
         if reservation is None:
             return PutResult(lost=len(items))
@@ -592,3 +602,15 @@ def _forget(ask: asyncio.Task[LeasedPrefix | None]) -> None:
         prefix = ask.result()
         if prefix is not None:
             prefix.release()
+
+
+def _added(result: PutResult, part: PutResult) -> PutResult:
+    """Returns the outcome of all blocks, when ``part`` is that of those that had no room at first."""
+    return PutResult(
+        stored=result.stored + part.stored,
+        present=result.present + part.present,
+        in_progress=result.in_progress + part.in_progress,
+        no_room=part.no_room,
+        over_quota=result.over_quota + part.over_quota,
+        lost=result.lost + part.lost,
+    )

@@ -28,6 +28,8 @@ HOLDER = HolderId("disk")
 """Writer of the slots that blocks from the disk are copied into."""
 BRING_UP_BLOCKS_MAX = 1024
 """Blocks that one ask may bring up; who wants more asks again."""
+LAST_WRITES_DEADLINE_S = 1.0
+"""A node that stops takes so long at most to write down what is only in its slab."""
 READ_RESERVATION_NS = 30_000_000_000
 """A read that takes longer is stuck; its slot is quarantined like that of any writer that does not answer."""
 
@@ -187,8 +189,26 @@ class LowerEdge:
                 self._index.abort(block_hash, slot=slot, generation=generation, writer=HOLDER)
             del self._coming[block_hash]
 
+    async def _write_rest(self) -> None:
+        """Writes down what the next life of this node would miss; it does not push out what is down already."""
+        for slot in range(self._index.num_slots):
+            if self.disk.lower().free == 0 or self.disk.state != "on":
+                return
+            record = self._index.record_at(slot)
+            if record is None or self.disk.holds(record.block_hash):
+                continue
+            if self.disk.lower().pending_writes >= self.disk.max_pending_writes:
+                await self.disk.flush()
+            self._offer(record.block_hash, slot, record.digest, self._index.tenant_of_slot(slot))
+        await self.disk.flush()
+
     async def close(self) -> None:
-        """Ends what is on its way up, finishes what is on its way down, and closes the disk."""
+        """Ends what is on its way up, takes down what is only above, within a deadline, and closes the disk."""
+        try:
+            async with asyncio.timeout(LAST_WRITES_DEADLINE_S):
+                await self._write_rest()
+        except TimeoutError:
+            logger.info("store_disk_rest_dropped deadline_s=%g", LAST_WRITES_DEADLINE_S)
         await self.disk.close()
         tasks: list[asyncio.Task[Any]] = list(self._coming.values())
         for task in tasks:

@@ -12,6 +12,7 @@ from store_process import block_hash_of, content
 from store_site import BLOCK_BYTES, DEADLINE_S, Site, blocks, load, until
 
 from kvstore.core.ids import TenantId
+from kvstore.core.tiering import Demotion
 from kvstore.errors import BadInput, EnvironmentProblem
 from kvstore.store.client import PutResult, StoreClient
 from kvstore.store.disk import file as disk_file
@@ -78,6 +79,17 @@ async def test_a_prefix_larger_than_the_slab_comes_back_from_the_disk(site: Site
     await until(client.stat, lambda stat: stat.pinned == 0 and stat.leases == 0)
 
 
+async def test_a_prompt_larger_than_the_slab_is_stored_in_one_put(site: Site, tmp_path: Path) -> None:
+    """It passes through the slab part by part; the numbers add up to the blocks given."""
+    site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    assert await client.put_blocks(blocks(*PROMPT)) == PutResult(stored=len(PROMPT))
+    # What is still above when the writes are done goes down when it is evicted.
+    await until(client.stat, lambda stat: stat.tiers[-1].used_blocks >= len(PROMPT) - HOST_BLOCKS)
+    assert (await load(client, *PROMPT))[0].num_loaded == len(PROMPT)
+    assert await client.put_blocks(blocks(*PROMPT[-2:], 900)) == PutResult(stored=1, present=2)
+
+
 async def test_blocks_survive_the_node(site: Site, tmp_path: Path) -> None:
     """A new life of the node finds what its predecessor had on the disk, another client loads it."""
     first = site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
@@ -90,6 +102,20 @@ async def test_blocks_survive_the_node(site: Site, tmp_path: Path) -> None:
     result, got = await load(await site.client(), *PROMPT, 999)
     assert got == [content(number, BLOCK_BYTES) for number in PROMPT]
     assert (result.num_loaded, result.num_from_disk) == (len(PROMPT), len(PROMPT))
+
+
+async def test_a_clean_end_takes_the_slab_down(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was only above when the node was told to stop is on the disk for the next life."""
+    monkeypatch.setattr("kvstore.store.lower_edge.TierEdge.write_early", lambda *args, **more: Demotion.LATER)
+    first = site.start_host(disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    assert (await client.put_blocks(blocks(1, 2, 3))).stored == 3
+    assert disk_of(first)["used_blocks"] == 0
+    await client.close()
+    await asyncio.to_thread(first.close)
+    second = site.start_host(disk=make_plan(tmp_path / "disk"))
+    assert disk_of(second)["used_blocks"] == 3
+    assert (await load(await site.client(), 1, 2, 3))[0].num_from_disk == 3
 
 
 async def test_damage_on_the_disk_is_a_miss_and_moves_the_disks_own_counter(site: Site, tmp_path: Path) -> None:
