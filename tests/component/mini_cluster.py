@@ -21,7 +21,7 @@ from cluster.view import ClusterView, WorkerView
 from kvstore.core.messages import GenerationSpec, SamplingParams
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns, host_identity, new_incarnation
-from kvstore.store.host import StoreHost
+from kvstore.store.host import DiskPlan, StoreHost
 from workers.engine import Engine
 from workers.guide import GuideFactory
 from workers.kv_pool import KvPool
@@ -88,6 +88,9 @@ class MiniCluster:
         self.engine = Engine(decoder, KvPool(self.layout, MAX_LEN // BLOCK_TOKENS), threads=1)
         self.workers: dict[str, tuple[Worker, WorkerJoin]] = {}
         self.store: StoreHost | None = None
+        self.host_blocks = 256
+        self.disk: DiskPlan | None = None
+        """Both are read by ``start``."""
         self._store_address: tuple[str, int] = ("", 0)
         incarnation = new_incarnation()
         self._me = PeerInfo(
@@ -116,7 +119,8 @@ class MiniCluster:
             incarnation=new_incarnation(),
             secret=SECRET,
             block_bytes=self.layout.block_bytes,
-            num_blocks=256,
+            num_blocks=self.host_blocks,
+            disk=self.disk,
         )
         self._store_address = await asyncio.to_thread(self.store.start, "127.0.0.1")
         host, port = await self.backend.start("127.0.0.1")

@@ -1,6 +1,6 @@
 """The whole pair over a slab that is always too small and a disk below it: right answers, whatever the disk does.
 
-Cases: F03 (a failed load and its sharers), F05 (a full disk), F10 (other weights in the same folder).
+Cases: F03 (a failed load and its sharers), F05 (a full disk). F10 is in ``tests/component/test_disk.py``.
 """
 
 from __future__ import annotations
