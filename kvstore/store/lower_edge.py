@@ -56,6 +56,9 @@ class LowerEdge:
         self._policy = TierEdge(slab.num_blocks, disk.index.num_slots, limits=limits)
         self._coming: dict[BlockHash, asyncio.Task[None]] = {}
         self._origins = bytearray(ORIGIN_BYTES * slab.num_blocks)
+        self._later: dict[BlockHash, int] = {}
+        """Committed blocks whose early copy has to wait, with their slots; at most one for each slot and a few gone."""
+        disk.on_progress = self._write_later
         self._from_disk: set[int] = set()
         """Slots whose block came up from the disk and was not read since."""
 
@@ -75,9 +78,28 @@ class LowerEdge:
         """A worker's block is visible in the slab: copied down at once while there is room to spare."""
         self._note_origin(slot, origin)
         self._from_disk.discard(slot)
+        if not self._write_early(block_hash, slot, digest, tenant):
+            self._later[block_hash] = slot
+
+    def _write_early(self, block_hash: BlockHash, slot: int, digest: BlockDigest, tenant: TenantId) -> bool:
+        """Returns False when it is not the moment: ask again after the next batch of writes."""
         is_below = self.disk.holds(block_hash)
-        if self._policy.write_early(block_hash, lower=self.disk.lower(), is_below=is_below) is Demotion.WRITE:
+        verdict = self._policy.write_early(block_hash, lower=self.disk.lower(), is_below=is_below)
+        if verdict is Demotion.WRITE:
             self._offer(block_hash, slot, digest, tenant)
+        return verdict is not Demotion.LATER
+
+    def _write_later(self) -> None:
+        """The disk has done a batch: what could not be copied down at its commit has its turn, oldest first."""
+        while self._later:
+            block_hash, slot = next(iter(self._later.items()))
+            record = self._index.record_at(slot)
+            is_here = record is not None and record.block_hash == block_hash
+            if is_here and record is not None:
+                tenant = self._index.tenant_of_slot(slot)
+                if not self._write_early(block_hash, slot, record.digest, tenant):
+                    return
+            del self._later[block_hash]
 
     def take_evicted(self) -> None:
         """Copies down what the index has just evicted, before anybody writes into those slots."""
@@ -90,6 +112,7 @@ class LowerEdge:
 
     def _evicted(self, block: EvictedBlock) -> None:
         self._from_disk.discard(block.slot)
+        self._later.pop(block.block_hash, None)
         is_below = self.disk.holds(block.block_hash)
         if self._policy.demote(block.block_hash, lower=self.disk.lower(), is_below=is_below) is Demotion.WRITE:
             self._offer(block.block_hash, block.slot, block.digest, block.tenant)
@@ -171,6 +194,7 @@ class LowerEdge:
     async def _read(self, block_hash: BlockHash, outcome: ReserveOutcome) -> None:
         slot, generation = outcome.slot, outcome.generation
         is_visible = False
+        self._later.pop(block_hash, None)
         try:
             record = self.disk.can_read(block_hash)
             if record is None:

@@ -106,6 +106,8 @@ class DiskTier:
         self._erasures: set[asyncio.Future[None]] = set()
         self._is_closed = False
         self.state: DiskState = "on"
+        self.on_progress: Callable[[], None] = _nothing
+        """Called after each batch of writes: there is room for others."""
         self.why = ""
         """Why the state is not ``on``."""
         self.counters = TierCounters()
@@ -175,6 +177,7 @@ class DiskTier:
                     written = None
                     self._switch_off(error, "write")
                 self._batch_ended(batch, written)
+                self.on_progress()
                 if self.state != "on":
                     rest = list(self._pending)
                     self._pending.clear()
@@ -336,4 +339,4 @@ def _disk_block(pending: _Pending) -> DiskBlock:
 
 
 def _nothing() -> None:
-    """Runs when everything before it in its pool has begun or ended."""
+    """Does nothing; in a pool it runs when everything before it has begun or ended."""

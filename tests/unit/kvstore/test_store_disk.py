@@ -84,10 +84,17 @@ async def test_a_prompt_larger_than_the_slab_is_stored_in_one_put(site: Site, tm
     site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
     client = await site.client()
     assert await client.put_blocks(blocks(*PROMPT)) == PutResult(stored=len(PROMPT))
-    # What is still above when the writes are done goes down when it is evicted.
-    await until(client.stat, lambda stat: stat.tiers[-1].used_blocks >= len(PROMPT) - HOST_BLOCKS)
+    await settled(client, len(PROMPT))
     assert (await load(client, *PROMPT))[0].num_loaded == len(PROMPT)
     assert await client.put_blocks(blocks(*PROMPT[-2:], 900)) == PutResult(stored=1, present=2)
+
+
+async def test_more_blocks_than_the_queue_takes_go_down_bit_by_bit(site: Site, tmp_path: Path) -> None:
+    """One commit of a hundred blocks: half of the queue is kept for evictions, the rest waits."""
+    site.start_host(200, disk=make_plan(tmp_path / "disk", 400))
+    client = await site.client()
+    assert (await client.put_blocks(blocks(*range(1, 151)))).stored == 150
+    await settled(client, 150)
 
 
 async def test_blocks_survive_the_node(site: Site, tmp_path: Path) -> None:
