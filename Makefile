@@ -50,8 +50,10 @@ bench: model ## measure block transfer and serving on this machine
 bench-peers: setup ## environments of the peers that `kopir bench transfer --peers` measures (about 1 GB)
 	@$(BIN)/python -m bench.peers.environments
 
-soak: setup ## long repetitions of the transport faults; CI runs a slice of them
+soak: model ## long repetitions of the transport faults, the pair over a tiny store and a full disk; CI runs a slice
 	$(BIN)/python -m pytest tests/transport/test_ucx_soak.py --repeats 200 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/e2e/pair --store tiny $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/e2e/pair --store full-disk $(PYTEST_ARGS)
 
 docs: setup ## write docs/configuration.md from the schema
 	@$(BIN)/kopir config reference --write docs/configuration.md

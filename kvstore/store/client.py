@@ -424,6 +424,11 @@ class StoreClient:
             return None
         return await self._session.call(lambda n: StatAsk(n=n), StoreStat, deadline_s=self._call_deadline_s)
 
+    async def usage(self) -> dict[str, dict[str, int]] | None:
+        """Returns tenant -> tier -> bytes used; None when the store is lost."""
+        stat = await self.stat()
+        return None if stat is None else stat.tenants
+
     async def list_blocks(self, tier: TierName, *, start_slot: int = 0) -> BlockList | None:
         """Returns the blocks of one tier from a slot on, with where to go on; None when the store is lost."""
         if self._session is None:

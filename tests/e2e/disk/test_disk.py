@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from kvstore.store.disk.layout import Superblock, header_offset, read_header, re
 
 from ..asking import Answer, ask
 from ..cluster import Cluster, poll_until
-from ..conftest import RunCluster
+from ..conftest import RunCluster, mounted_tmpfs
 from ..golden import Golden, make_prompt
 from .conftest import BLOCK_BYTES, HOST_BLOCKS, make_config
 
@@ -160,15 +159,8 @@ def small_file_system(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB; skipped where mounting is not permitted."""
     folder = tmp_path / "small"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True, timeout=20)
-    except FileNotFoundError:
-        pytest.skip("no mount program here")
-    if done.returncode != 0:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
+    with mounted_tmpfs(folder, "3m"):
+        yield folder
 
 
 def test_f05_a_full_file_system(run_cluster: RunCluster, small_file_system: Path, golden: Golden) -> None:

@@ -95,6 +95,7 @@ async def test_more_blocks_than_the_queue_takes_go_down_bit_by_bit(site: Site, t
     client = await site.client()
     assert (await client.put_blocks(blocks(*range(1, 151)))).stored == 150
     await settled(client, 150)
+    assert await client.usage() == {"": {"host": 150 * BLOCK_BYTES, "disk": 150 * BLOCK_BYTES}}
 
 
 async def test_blocks_survive_the_node(site: Site, tmp_path: Path) -> None:
