@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -27,17 +28,24 @@ import numpy as np
 from kvstore.digest import block_digest
 from kvstore.errors import DeadlineExceeded, PeerLost
 from kvstore.transport.base import BlockReceive, BlockSend, Results, Transport
+from kvstore.transport.peer_memory import PeerMemory
 from kvstore.transport.pieces import PIECE_BYTES, BrokenPieces, LandingPieces, Pieces, cut
 from kvstore.transport.transfers import Batch, Direction, PromisedFuture, RequestEnd, TransferBook, bytes_of, fail
 from kvstore.transport.ucx_device import UcxDevice
 from kvstore.transport.ucx_probe import LinkProbe
+from kvstore.transport.ucx_reads import DirectReceive, DirectRequest, LinkReads
 
 logger = logging.getLogger(__name__)
 
-OWN_TAG_BIT, PROBE_TAG_BIT = 1 << 63, 1 << 62
-"""Block tags have 63 bits; the upper half belongs to warm-up messages and, a quarter of all, to probes."""
+OWN_TAG_BIT, PROBE_TAG_BIT, READS_TAG_BIT = 1 << 63, 1 << 62, 1 << 61
+"""Block tags have 63 bits; the upper half belongs to warm-up messages, probes, and the messages of direct reads."""
 WARM_BYTES = 256 << 10
 """Large enough for the rendezvous path that blocks take."""
+CANNOT_READ, CAN_READ = 1, 2
+"""First byte of a warm-up message: whether its sender can read the memory of its receiver. ``NONCE`` follows."""
+NONCE = slice(1, 9)
+"""Random bytes of a warm-up message. They name this link among those to the same address: a receive that was posted for
+an earlier one may still be there, and would take a message of this one."""
 SPIN_S = 200e-6
 """How long the thread keeps looking after something moved, while a peer's next piece is probably on its way. Longer
 than an idle core takes to wake on a virtual machine: a shorter look would end just before the answer of a peer that
@@ -89,6 +97,10 @@ class _Link:
     warm_requests: list[Any] = field(default_factory=list)
     probe: LinkProbe | None = None
     """Made when the link is ready."""
+    memory: PeerMemory | None = None
+    """The peer's, where we can read it."""
+    reads: LinkReads | None = None
+    """Made with ``probe`` when both sides can read each other's memory; blocks then move by reading alone."""
 
     @property
     def is_ready(self) -> bool:
@@ -113,15 +125,19 @@ class UcxTransport(Transport):
 
     name = "ucx"
 
-    def __init__(self, *, has_network: bool = True, network_devices: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *, has_network: bool = True, network_devices: tuple[str, ...] = (), has_direct_reads: bool = True
+    ) -> None:
         """Opens UCX. Without ``has_network`` no socket is opened and peers are on this host only.
 
+        Without ``has_direct_reads`` blocks of peers on this host move by UCX alone, as where memory cannot be read.
         ``network_devices``: interfaces to listen on, empty means all; UCX asks nobody there who he is.
         Raises: EnvironmentProblem when UCX cannot be loaded or opened.
         """
         self._make_device: Callable[[], UcxDevice] = lambda: UcxDevice(
             has_network=has_network, network_devices=network_devices
         )
+        self._has_direct_reads = has_direct_reads
         self._commands: deque[_Command] = deque()
         self._lock = threading.Lock()
         self._is_open = True
@@ -256,6 +272,8 @@ class UcxTransport(Transport):
     def _rest(self, now: float) -> None:
         """Gives the core away until something may have happened."""
         is_asked = any(link.waiters or (link.probe and link.probe.is_asking) for link in self._links.values())
+        if any(link.reads is not None and link.reads.has_work for link in self._links.values()):
+            return
         if not (self._book.num_batches or self._book.num_given_up or self._closings or is_asked):
             self._sleep(IDLE_WAIT_S)
             return
@@ -317,8 +335,10 @@ class UcxTransport(Transport):
             self._book.refuse(batch)
             return
         is_send = batch.direction is Direction.SEND
+        if link.reads is not None:
+            self._post_direct(link.reads, batch)
         try:
-            for tag, buffer, digest in zip(batch.tags, batch.buffers, batch.digests, strict=True):
+            for tag, buffer, digest in _unposted(batch):
                 batch.requests.append(self._post_block(link, batch.direction, tag, buffer, digest is not None))
         except PeerLost as error:
             logger.warning("post_failed peer=%s error=%s", batch.peer, error)
@@ -327,6 +347,18 @@ class UcxTransport(Transport):
             is_send and link.same_host and all(buffer.nbytes >= NAP_BLOCK_BYTES for buffer in batch.buffers)
         )
         self._book.begin(batch)
+
+    def _post_direct(self, reads: LinkReads, batch: Batch) -> None:
+        """Offers or wants the blocks of a batch. Modifies: ``batch.requests``."""
+        if batch.direction is Direction.SEND:
+            batch.requests += reads.send(batch.tags, batch.buffers)
+        else:
+            receives = [
+                DirectReceive(tag, buffer, is_verified=digest is not None)
+                for tag, buffer, digest in zip(batch.tags, batch.buffers, batch.digests, strict=True)
+            ]
+            reads.receive(receives)
+            batch.requests += receives
 
     def _post_block(self, link: _Link, direction: Direction, tag: int, buffer: np.ndarray, is_verified: bool) -> Any:
         """Returns the request of one block. Raises: PeerLost when not a single piece could be posted."""
@@ -347,6 +379,8 @@ class UcxTransport(Transport):
         return Pieces(requests)
 
     def _ended(self, request: Any) -> RequestEnd:
+        if isinstance(request, DirectRequest):
+            return request.end
         if not isinstance(request, Pieces):
             return self._device.ended(request)
         if isinstance(request, BrokenPieces):
@@ -376,6 +410,10 @@ class UcxTransport(Transport):
             return
         out, into = np.ones(WARM_BYTES, np.uint8), np.zeros(WARM_BYTES, np.uint8)
         link = self._links[peer] = _Link(peer, endpoint, same_host, [waiter], [out, into], address)
+        if same_host and self._has_direct_reads:
+            link.memory = self._device.open_memory(address)
+        out[0] = CAN_READ if link.memory is not None else CANNOT_READ
+        out[NONCE] = np.frombuffer(secrets.token_bytes(8), np.uint8)
         try:
             link.warm_requests.append(self._device.receive(endpoint, into, warm_tag(address)))
             link.warm_requests.append(self._device.send(endpoint, out, warm_tag(self._address)))
@@ -389,7 +427,7 @@ class UcxTransport(Transport):
             if link.waiters:
                 moved |= self._collect_warming(link, now)
             if link.probe is not None:
-                moved |= self._collect_probe(link, link.probe, now)
+                moved |= self._collect_ready(link, link.probe, now)
         for closing in tuple(self._closings):
             if self._is_closed(closing, now):
                 self._closings.remove(closing)
@@ -404,6 +442,7 @@ class UcxTransport(Transport):
                     raise PeerLost("the warm-up broke")
                 tags = probe_tag(self._address), probe_tag(link.their_address)
                 link.probe = LinkProbe(self._device, link.endpoint, my_tag=tags[0], their_tag=tags[1])
+                self._open_reads(link)
             except PeerLost:
                 self._on_broken(link.peer)
                 return True
@@ -419,9 +458,21 @@ class UcxTransport(Transport):
             fail(waiter.future, DeadlineExceeded(f"the link to {link.peer} did not warm up in time"))
         return bool(late)
 
-    def _collect_probe(self, link: _Link, probe: LinkProbe, now: float) -> bool:
+    def _open_reads(self, link: _Link) -> None:
+        """Agrees on direct reads: both warm-up messages say whether their sender can read. Raises: PeerLost."""
+        out, into = link.warm_buffers
+        if link.memory is None or into[0] != CAN_READ:
+            return
+        tags = (
+            reads_tag(self._address + into[NONCE].tobytes()),
+            reads_tag(link.their_address + out[NONCE].tobytes()),
+        )
+        link.reads = LinkReads(self._device, link.endpoint, link.memory, my_tag=tags[0], their_tag=tags[1])
+
+    def _collect_ready(self, link: _Link, probe: LinkProbe, now: float) -> bool:
         try:
-            return probe.collect(now)
+            moved = probe.collect(now)
+            return (link.reads is not None and link.reads.step()) or moved
         except PeerLost:
             self._on_broken(link.peer)
             return True
@@ -452,6 +503,10 @@ class UcxTransport(Transport):
             self._fail_waiters(link, PeerLost(f"{peer} is gone"))
             if link.probe is not None:
                 link.probe.end(PeerLost(f"{peer} is gone"))
+            if link.reads is not None:
+                link.reads.end()
+            elif link.memory is not None:
+                link.memory.close()
         self._closings.append(_Closing(peer, request, link, time.monotonic() + CLOSE_DEADLINE_S, proved_dead, future))
         self._book.give_up_peer(peer)
 
@@ -479,7 +534,13 @@ class UcxTransport(Transport):
 
 
 def _digest(request: Any, buffer: np.ndarray) -> bytes:
-    return request.digest() if isinstance(request, LandingPieces) else block_digest(buffer)
+    return request.digest() if isinstance(request, (LandingPieces, DirectReceive)) else block_digest(buffer)
+
+
+def _unposted(batch: Batch) -> list[tuple[int, np.ndarray, bytes | None]]:
+    """Returns tag, buffer and digest of the blocks of ``batch`` that have no request yet."""
+    start = len(batch.requests)
+    return list(zip(batch.tags[start:], batch.buffers[start:], batch.digests[start:], strict=True))
 
 
 def warm_tag(address: bytes) -> int:
@@ -492,5 +553,10 @@ def probe_tag(address: bytes) -> int:
     return OWN_TAG_BIT | PROBE_TAG_BIT | _hash(address)
 
 
+def reads_tag(name: bytes) -> int:
+    """Returns the tag of the messages about direct reads; ``name``: the sender's address and the receiver's nonce."""
+    return OWN_TAG_BIT | READS_TAG_BIT | _hash(name)
+
+
 def _hash(address: bytes) -> int:
-    return int.from_bytes(block_digest(address)[:8], "little") & (PROBE_TAG_BIT - 1)
+    return int.from_bytes(block_digest(address)[:8], "little") & (READS_TAG_BIT - 1)

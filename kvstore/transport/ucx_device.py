@@ -18,6 +18,7 @@ descriptor of their own, and every sleep while something is in flight is bounded
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 from dataclasses import dataclass
@@ -27,8 +28,11 @@ import msgspec
 import numpy as np
 
 from kvstore.errors import EnvironmentProblem, PeerLost
+from kvstore.transport.peer_memory import MemoryAddress, OwnMemory, PeerMemory
 from kvstore.transport.pieces import PIECE_BYTES
 from kvstore.transport.transfers import Direction, RequestEnd
+
+logger = logging.getLogger(__name__)
 
 LOCAL_CONFIG = {
     "TLS": "posix,cma,self",
@@ -55,6 +59,8 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     local: bytes
     network: bytes | None
     piece_bytes: int
+    memory: MemoryAddress
+    """For peers on this host."""
 
 
 @dataclass(slots=True)
@@ -90,8 +96,14 @@ class UcxDevice:
         except Exception as error:
             raise EnvironmentProblem(f"UCX cannot be used: {error}") from error
         network = self._lanes.get(False)
+        self._memory = OwnMemory()
         self.address = msgspec.msgpack.encode(
-            Address(self._lanes[True].address, None if network is None else network.address, PIECE_BYTES)
+            Address(
+                self._lanes[True].address,
+                None if network is None else network.address,
+                PIECE_BYTES,
+                self._memory.address,
+            )
         )
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
@@ -102,10 +114,7 @@ class UcxDevice:
 
     def connect(self, address: bytes, *, same_host: bool) -> Any:
         """Returns an endpoint to the device at ``address``, over the lane for ``same_host``. Raises: PeerLost."""
-        try:
-            theirs = msgspec.msgpack.decode(address, type=Address)
-        except msgspec.MsgspecError as error:
-            raise PeerLost(f"not a transport address: {error}") from error
+        theirs = _decoded(address)
         if theirs.piece_bytes != PIECE_BYTES:
             raise PeerLost(f"the peer cuts blocks at {theirs.piece_bytes} bytes, this side at {PIECE_BYTES}")
         lane, worker_address = self._lanes.get(same_host), theirs.local if same_host else theirs.network
@@ -122,6 +131,15 @@ class UcxDevice:
             self._used.append(lane.worker)
             self._epoll.register(lane.worker.epoll_file_descriptor, select.EPOLLIN)
         return endpoint
+
+    @staticmethod
+    def open_memory(address: bytes) -> PeerMemory | None:
+        """Returns the memory of the process of the device at ``address``, or None where it cannot be read."""
+        try:
+            return PeerMemory(_decoded(address).memory)
+        except PeerLost as error:
+            logger.info("memory_not_readable error=%s", error)
+            return None
 
     def send(self, endpoint: Any, buffer: np.ndarray, tag: int) -> Any:
         """Posts a send. ``buffer``: contiguous uint8, alive until the request has completed. Raises: PeerLost."""
@@ -226,3 +244,11 @@ class UcxDevice:
         worker = self._lib.UCXWorker(context)
         worker.init_blocking_progress_mode()
         return _Lane(context, worker, bytes(self._lib.UCXAddress.create_from_worker(worker)))
+
+
+def _decoded(address: bytes) -> Address:
+    """Raises: PeerLost."""
+    try:
+        return msgspec.msgpack.decode(address, type=Address)
+    except msgspec.MsgspecError as error:
+        raise PeerLost(f"not a transport address: {error}") from error

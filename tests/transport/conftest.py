@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import pytest
 from pairs import InprocPair, Pair, UcxPair
 
-UCX_PATHS = [pytest.param(path, marks=pytest.mark.ucx, id=path) for path in ("ucx-local", "ucx-network")]
+UCX_PATHS = [pytest.param(path, marks=pytest.mark.ucx, id=path) for path in ("ucx-local", "ucx-copied", "ucx-network")]
 DEFAULT_REPEATS = 4
+LINKED_PATHS = [path for path in UCX_PATHS if path.id != "ucx-copied"]
+"""The paths that links take unless memory cannot be read."""
 BACKENDS = ["inproc", *UCX_PATHS]
 
 
@@ -26,7 +28,7 @@ def repeats(request: pytest.FixtureRequest) -> int:
 
 @contextmanager
 def linked(backend: str) -> Iterator[Pair]:
-    pair: Pair = InprocPair() if backend == "inproc" else UcxPair(same_host=backend == "ucx-local")
+    pair: Pair = InprocPair() if backend == "inproc" else UcxPair(backend)
     try:
         assert pair.link() == ("ok", "ok")
         yield pair
@@ -48,9 +50,16 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield fresh
 
 
-@pytest.fixture(params=UCX_PATHS)
+@pytest.fixture(params=LINKED_PATHS)
 def ucx_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """Two linked processes: over shared memory, and over TCP as between hosts."""
+    """Two linked processes: one reads the other's memory, and over TCP as between hosts."""
+    with linked(request.param) as fresh:
+        yield fresh
+
+
+@pytest.fixture(params=UCX_PATHS)
+def soak_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """As ``ucx_pair``, and by UCX's own copies."""
     with linked(request.param) as fresh:
         yield fresh
 

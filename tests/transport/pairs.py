@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from abc import ABC, abstractmethod
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -101,21 +102,22 @@ class InprocPair(Pair):
 
 
 class UcxPair(Pair):
-    """The far side is a process of its own."""
+    """The far side is a process of its own. ``backend``: ucx-local, ucx-copied (no direct reads) or ucx-network."""
 
-    def __init__(self, *, same_host: bool) -> None:
+    def __init__(self, backend: str) -> None:
         super().__init__()
-        self.backend = "ucx-local" if same_host else "ucx-network"
-        self.same_host = same_host
+        self.backend = backend
+        self.same_host = backend != "ucx-network"
+        self._open = partial(UcxTransport, has_direct_reads=backend != "ucx-copied")
         self.near = self.make_near()
         self.far = self.make_far()
         self.far_address = self.far.address()
 
     def make_near(self) -> Side | RemoteSide:
-        return Side(UcxTransport)
+        return Side(self._open)
 
     def make_far(self) -> RemoteSide:
-        return RemoteSide(UcxTransport)
+        return RemoteSide(self._open)
 
     def link(self, deadline_s: float = 10.0) -> tuple[str, str]:
         answer = self.far.start("connect", self.near_name, self.near.address(), self.same_host, deadline_s)

@@ -33,7 +33,7 @@ class CablePair(UcxPair):
 
     def __init__(self, ends: tuple[Place, Place]) -> None:
         self._ends = ends
-        super().__init__(same_host=False)
+        super().__init__("ucx-network")
 
     def make_near(self) -> RemoteSide:
         return RemoteSide(partial(open_at, self._ends[0]))

@@ -32,10 +32,10 @@ def until_settled(pair: Pair, deadline_s: float = 20.0) -> None:
         wait(0.001)
 
 
-def test_a_sender_stopped_at_any_moment_never_writes_a_settled_slot(ucx_pair: Pair, repeats: int) -> None:
+def test_a_sender_stopped_at_any_moment_never_writes_a_settled_slot(soak_pair: Pair, repeats: int) -> None:
     """Stop in mid-transfer, expire, reassign what is settled, fill, continue: the bytes stay."""
     rng = random.Random(7)
-    pair = ucx_pair
+    pair = soak_pair
     for turn in range(repeats):
         size, tags = rng.choice(SIZES), [turn * 10 + index for index in range(rng.randint(1, 6))]
         pair.far.push("p", pair.near_name, tags, size)
@@ -62,10 +62,10 @@ def test_a_sender_stopped_at_any_moment_never_writes_a_settled_slot(ucx_pair: Pa
         assert all(pair.near.has_only("receive", tag, 42) for tag in tags), f"turn {turn}: a late write"
 
 
-def test_faults_at_random_moments_end_every_wait_and_leak_nothing(ucx_pair: Pair, repeats: int) -> None:
+def test_faults_at_random_moments_end_every_wait_and_leak_nothing(soak_pair: Pair, repeats: int) -> None:
     """Kill, stop and go on, lose and link again, with blocks under way in both directions."""
     rng = random.Random(11)
-    pair = ucx_pair
+    pair = soak_pair
     for turn in range(repeats):
         size, count = rng.choice(SIZES), rng.randint(1, 6)
         inward, outward = ([turn * 100 + base + index for index in range(count)] for base in (0, 50))
@@ -102,13 +102,13 @@ def test_faults_at_random_moments_end_every_wait_and_leak_nothing(ucx_pair: Pair
         until_settled(pair)
 
 
-def test_ten_thousand_flipped_bits_are_all_caught(ucx_pair: Pair, repeats: int) -> None:
+def test_ten_thousand_flipped_bits_are_all_caught(soak_pair: Pair, repeats: int) -> None:
     """50 a turn: with ``--repeats 200`` ten thousand, anywhere in blocks of one piece and of several."""
     rng = random.Random(13)
     for turn in range(repeats):
         size = rng.choice((4096, 60_000, 368_640, 1_200_000))
         tags = [turn * 100 + index for index in range(50)]
         flips = {tag: rng.randrange(8 * size) for tag in tags}
-        ucx_pair.far.push_damaged("p", ucx_pair.near_name, tags, size, flips)
-        ucx_pair.near.receive("r", ucx_pair.far_name, tags, size)
-        assert ucx_pair.near.results("r") == ["CORRUPT"] * 50
+        soak_pair.far.push_damaged("p", soak_pair.near_name, tags, size, flips)
+        soak_pair.near.receive("r", soak_pair.far_name, tags, size)
+        assert soak_pair.near.results("r") == ["CORRUPT"] * 50

@@ -1,0 +1,101 @@
+"""The memory of another process of this host, read by system call: the reader copies, the other side does nothing.
+
+A process describes itself by its id and by a random mark at an address that it tells. Whoever opens it holds a
+descriptor of the process, reads the mark, and then sees that the process still lives: the process with that id is the
+one that was meant, and stays so for as long as the descriptor says that it lives. Every read ends with that question,
+because a process id may be given to another process once its owner is gone.
+
+Nothing can be written through this module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import select
+
+import msgspec
+import numpy as np
+
+from kvstore.errors import PeerLost
+
+MARK_BYTES = 16
+
+
+class MemoryAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a process can be found, and its mark at an address in its memory."""
+
+    pid: int
+    mark_address: int
+    mark: bytes
+
+
+class OwnMemory:
+    """What this process says about its memory. The mark lives as long as this object."""
+
+    def __init__(self) -> None:
+        mark = secrets.token_bytes(MARK_BYTES)
+        self._mark = np.frombuffer(mark, np.uint8).copy()
+        self.address = MemoryAddress(os.getpid(), address_of(self._mark), mark)
+
+
+class _Vector(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class PeerMemory:
+    """See the module. Life cycle: opened -> ``read`` ... -> ``close``. One thread."""
+
+    def __init__(self, address: MemoryAddress) -> None:
+        """Raises: PeerLost when the process is gone, is another one, or lets nobody read."""
+        self._pid = address.pid
+        self._from, self._into = _Vector(), _Vector()
+        self._from_pointer, self._into_pointer = ctypes.byref(self._from), ctypes.byref(self._into)
+        try:
+            self._read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+            self._process = os.pidfd_open(address.pid)
+        except (OSError, AttributeError, OverflowError) as error:
+            raise PeerLost(f"process {address.pid} cannot be opened: {error}") from error
+        self._poll = select.poll()
+        self._poll.register(self._process, select.POLLIN)
+        mark = np.zeros(MARK_BYTES, np.uint8)
+        try:
+            self.copy(address_of(mark), address.mark_address, MARK_BYTES)
+            self.check_alive()
+            if mark.tobytes() != address.mark:
+                raise PeerLost(f"process {address.pid} is another one")
+        except PeerLost:
+            self.close()
+            raise
+
+    def copy(self, into: int, source: int, num_bytes: int) -> None:
+        """Copies from ``source`` in the peer to ``into`` here, both addresses. Modifies: the memory at ``into``.
+
+        The bytes mean something only once ``check_alive`` has passed. Raises: PeerLost.
+        """
+        done = 0
+        while done < num_bytes:
+            self._into.base, self._from.base = into + done, source + done
+            self._into.length = self._from.length = num_bytes - done
+            got = self._read(self._pid, self._into_pointer, 1, self._from_pointer, 1, 0)
+            if got <= 0:
+                reason = os.strerror(ctypes.get_errno()) if got < 0 else "nothing to read"
+                raise PeerLost(f"the memory of process {self._pid} cannot be read: {reason}")
+            done += got
+
+    def check_alive(self) -> None:
+        """Raises: PeerLost when the process has ended, so that its id may mean another one."""
+        if self._poll.poll(0):
+            raise PeerLost(f"process {self._pid} has ended")
+
+    def close(self) -> None:
+        os.close(self._process)
+
+
+def address_of(array: np.ndarray) -> int:
+    """Returns the address of the first byte of ``array``."""
+    address: int = array.__array_interface__["data"][0]
+    return address

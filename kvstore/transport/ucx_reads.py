@@ -1,0 +1,221 @@
+"""Blocks over a link to a process of this host whose memory can be read: the sender says where, the receiver copies.
+
+The sender of a block offers it: tag, address, size. The receiver reads it once it is both offered and wanted, in
+pieces that are folded into the digest while they are in the cache, and says so; then the source may be used again.
+Offers and reports travel in messages of one size over the link's endpoint, many at a time. One receive per link is
+posted at any time, under a tag that belongs to the sending side.
+
+Nobody but the receiver moves a byte. A receive that has ended in any way is touched by nobody; a source is held until
+the receiver reports or is dead.
+
+Message, ``MESSAGE_BYTES``, little endian: kind (4 bytes: 0 offers, 1 reports), count (4 bytes), then
+per offer tag, address and size, per report the tag, 8 bytes each.
+
+Life cycle: made when the link is ready -> ``send``, ``receive``, ``step`` ... -> ``end``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvstore.errors import PeerLost
+from kvstore.transport.peer_memory import PeerMemory, address_of
+from kvstore.transport.transfers import RequestEnd
+from kvstore.transport.ucx_device import UcxDevice
+
+READ_PIECE_BYTES = 256 << 10
+"""Fits into a second-level cache beside its source."""
+STEP_BYTES = 1 << 20
+"""Read in one step before others have their turn; a block is always read whole."""
+STEP_BLOCKS = 16
+MAX_REPORTS_WAITING = 64
+"""Reports wait for company until so many are due or nothing is left to read: each message may wake its receiver."""
+MAX_OFFERS = 1 << 18
+"""Offers that nobody wants yet; a peer that makes more is cut off."""
+_OFFERS, _REPORTS = 0, 1
+OFFERS_PER_MESSAGE, WORDS_PER_OFFER = 85, 3
+REPORTS_PER_MESSAGE = OFFERS_PER_MESSAGE * WORDS_PER_OFFER
+MESSAGE_BYTES = 8 + 8 * REPORTS_PER_MESSAGE
+
+
+class DirectRequest:
+    """A block under way. ``end`` means something once it has ``completed``."""
+
+    __slots__ = ("completed", "end")
+
+    def __init__(self) -> None:
+        self.completed = False
+        self.end = RequestEnd.BROKEN
+
+
+class DirectReceive(DirectRequest):
+    """A block to read into ``buffer`` (uint8, one dimension)."""
+
+    __slots__ = ("_digest", "buffer", "is_verified", "tag")
+
+    def __init__(self, tag: int, buffer: np.ndarray, *, is_verified: bool) -> None:
+        super().__init__()
+        self.tag = tag
+        self.buffer = buffer
+        self.is_verified = is_verified
+        self._digest = b""
+
+    def read(self, memory: PeerMemory, address: int, num_bytes: int) -> None:
+        """Copies the block from ``address`` of the peer. Modifies: ``buffer``. Raises: PeerLost."""
+        buffer = self.buffer
+        if num_bytes != buffer.nbytes:
+            self.end, self.completed = RequestEnd.DAMAGED, True
+            return
+        into = address_of(buffer)
+        if self.is_verified:
+            hasher = xxhash.xxh3_128()
+            for start in range(0, num_bytes, READ_PIECE_BYTES):
+                piece = buffer[start : start + READ_PIECE_BYTES]
+                memory.copy(into + start, address + start, piece.nbytes)
+                hasher.update(piece.data)
+            self._digest = hasher.digest()
+        else:
+            memory.copy(into, address, num_bytes)
+        memory.check_alive()
+        self.end, self.completed = RequestEnd.DONE, True
+
+    def digest(self) -> bytes:
+        """Returns the 16 bytes of xxh3-128 of what landed; it must be completed and verified."""
+        assert self.completed and self.is_verified, (self.completed, self.is_verified)
+        return self._digest
+
+
+class LinkReads:
+    """The blocks of one link. All calls on the transport's thread; ``step`` and the making raise PeerLost."""
+
+    def __init__(self, device: UcxDevice, endpoint: Any, memory: PeerMemory, *, my_tag: int, their_tag: int) -> None:
+        self._device = device
+        self._endpoint = endpoint
+        self._memory = memory
+        self._my_tag = my_tag
+        self._their_tag = their_tag
+        self._sends: dict[int, DirectRequest] = {}
+        """Offered, by tag."""
+        self._wanted: dict[int, DirectReceive] = {}
+        self._offers: dict[int, tuple[int, int]] = {}
+        """Address and size by tag, of blocks that nobody wants yet."""
+        self._ready: deque[tuple[DirectReceive, int, int]] = deque()
+        """Offered and wanted, with address and size."""
+        self._reports: list[int] = []
+        self._messages: list[tuple[Any, np.ndarray]] = []
+        self._into = np.zeros(MESSAGE_BYTES, np.uint8)
+        self._receive = device.receive(endpoint, self._into, their_tag)
+
+    @property
+    def has_work(self) -> bool:
+        """True when a block can be read now."""
+        return bool(self._ready)
+
+    def send(self, tags: Sequence[int], buffers: Sequence[np.ndarray]) -> list[DirectRequest]:
+        """Offers blocks. A request completes when the peer has read its block, or broken when the link is broken."""
+        requests = [DirectRequest() for _ in tags]
+        self._sends.update(zip(tags, requests, strict=True))
+        words = [word for tag, buffer in zip(tags, buffers, strict=True) for word in _offer(tag, buffer)]
+        step = OFFERS_PER_MESSAGE * WORDS_PER_OFFER
+        for start in range(0, len(words), step):
+            part = words[start : start + step]
+            try:
+                self._send(_OFFERS, len(part) // WORDS_PER_OFFER, part)
+            except PeerLost:
+                # Not an error of this call: what was offered before can still be read, so every block has its request.
+                self._break_sends()
+                break
+        return requests
+
+    def receive(self, receives: Sequence[DirectReceive]) -> None:
+        """Wants blocks. They complete in ``step``."""
+        for receive in receives:
+            offer = self._offers.pop(receive.tag, None)
+            if offer is None:
+                self._wanted[receive.tag] = receive
+            else:
+                self._ready.append((receive, *offer))
+
+    def step(self) -> bool:
+        """Takes messages, reads blocks and reports them. Returns True when something moved."""
+        moved = self._take_messages()
+        num_bytes = num_blocks = 0
+        while self._ready and num_bytes < STEP_BYTES and num_blocks < STEP_BLOCKS:
+            receive, address, size = self._ready.popleft()
+            # Known to ``end`` again, should the reading fail.
+            self._wanted[receive.tag] = receive
+            receive.read(self._memory, address, size)
+            del self._wanted[receive.tag]
+            self._reports.append(receive.tag)
+            num_bytes += size
+            num_blocks += 1
+        if self._reports and (not self._ready or len(self._reports) >= MAX_REPORTS_WAITING):
+            reports, self._reports = self._reports, []
+            for start in range(0, len(reports), REPORTS_PER_MESSAGE):
+                part = reports[start : start + REPORTS_PER_MESSAGE]
+                self._send(_REPORTS, len(part), part)
+        return moved or num_blocks > 0
+
+    def end(self) -> None:
+        """Ends every block that has not ended: broken. Memory of posted messages stays with this object."""
+        for receive in (*self._wanted.values(), *(receive for receive, _, _ in self._ready)):
+            receive.completed = True
+        self._break_sends()
+        self._wanted.clear()
+        self._ready.clear()
+        self._offers.clear()
+        self._memory.close()
+
+    def _break_sends(self) -> None:
+        for request in self._sends.values():
+            request.completed = True
+        self._sends.clear()
+
+    def _take_messages(self) -> bool:
+        came = False
+        while self._receive.completed:
+            if self._device.ended(self._receive) is not RequestEnd.DONE:
+                raise PeerLost("a message of the link broke")
+            came = True
+            kind, count = self._into[:8].view("<u4").tolist()
+            words = self._into[8:].view("<u8").tolist()
+            self._receive = self._device.receive(self._endpoint, self._into, self._their_tag)
+            if kind == _REPORTS and count <= REPORTS_PER_MESSAGE:
+                self._on_reports(words[:count])
+            elif kind == _OFFERS and count <= OFFERS_PER_MESSAGE:
+                self._on_offers(words[: count * WORDS_PER_OFFER])
+            else:
+                raise PeerLost(f"a message of unknown kind {kind} or of {count} entries")
+        return came
+
+    def _on_reports(self, tags: list[int]) -> None:
+        for tag in tags:
+            request = self._sends.pop(tag, None)
+            if request is not None:
+                request.end, request.completed = RequestEnd.DONE, True
+
+    def _on_offers(self, words: list[int]) -> None:
+        for tag, address, size in zip(words[0::3], words[1::3], words[2::3], strict=True):
+            receive = self._wanted.pop(tag, None)
+            if receive is not None:
+                self._ready.append((receive, address, size))
+            elif len(self._offers) < MAX_OFFERS:
+                self._offers[tag] = (address, size)
+            else:
+                raise PeerLost(f"more than {MAX_OFFERS} blocks that nobody wants")
+
+    def _send(self, kind: int, count: int, words: list[int]) -> None:
+        self._messages = [(request, buffer) for request, buffer in self._messages if not request.completed]
+        buffer = np.zeros(MESSAGE_BYTES, np.uint8)
+        buffer[:8].view("<u4")[:] = kind, count
+        buffer[8:].view("<u8")[: len(words)] = words
+        self._messages.append((self._device.send(self._endpoint, buffer, self._my_tag), buffer))
+
+
+def _offer(tag: int, buffer: np.ndarray) -> tuple[int, int, int]:
+    return tag, address_of(buffer), buffer.nbytes
