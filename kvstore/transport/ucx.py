@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
 from collections import deque
@@ -32,7 +31,10 @@ from kvstore.transport.peer_memory import PeerMemory
 from kvstore.transport.pieces import PIECE_BYTES, BrokenPieces, LandingPieces, Pieces, cut
 from kvstore.transport.transfers import Batch, Direction, PromisedFuture, RequestEnd, TransferBook, bytes_of, fail
 from kvstore.transport.ucx_device import UcxDevice
+from kvstore.transport.ucx_mailbox import Mailbox
+from kvstore.transport.ucx_probe import MESSAGE_BYTES as PROBE_BYTES
 from kvstore.transport.ucx_probe import LinkProbe
+from kvstore.transport.ucx_reads import MESSAGE_BYTES as READS_BYTES
 from kvstore.transport.ucx_reads import DirectReceive, DirectRequest, LinkReads
 
 logger = logging.getLogger(__name__)
@@ -42,10 +44,7 @@ OWN_TAG_BIT, PROBE_TAG_BIT, READS_TAG_BIT = 1 << 63, 1 << 62, 1 << 61
 WARM_BYTES = 256 << 10
 """Large enough for the rendezvous path that blocks take."""
 CANNOT_READ, CAN_READ = 1, 2
-"""First byte of a warm-up message: whether its sender can read the memory of its receiver. ``NONCE`` follows."""
-NONCE = slice(1, 9)
-"""Random bytes of a warm-up message. They name this link among those to the same address: a receive that was posted for
-an earlier one may still be there, and would take a message of this one."""
+"""First byte of a warm-up message: whether its sender can read the memory of its receiver."""
 SPIN_S = 200e-6
 """How long the thread keeps looking after something moved, while a peer's next piece is probably on its way. Longer
 than an idle core takes to wake on a virtual machine: a shorter look would end just before the answer of a peer that
@@ -149,6 +148,8 @@ class UcxTransport(Transport):
         self._closings: list[_Closing] = []
         self._held: dict[str, list[_Link]] = {}
         """Links that UCX did not let go of cleanly, with the memory of their warm-up, by peer."""
+        self._mailboxes: dict[str, dict[int, Mailbox]] = {}
+        """Of each peer by tag, until it is proved dead."""
         self._device: UcxDevice
         self._book: TransferBook
         self._busy_until = self._nap_until = 0.0
@@ -413,7 +414,6 @@ class UcxTransport(Transport):
         if same_host and self._has_direct_reads:
             link.memory = self._device.open_memory(address)
         out[0] = CAN_READ if link.memory is not None else CANNOT_READ
-        out[NONCE] = np.frombuffer(secrets.token_bytes(8), np.uint8)
         try:
             link.warm_requests.append(self._device.receive(endpoint, into, warm_tag(address)))
             link.warm_requests.append(self._device.send(endpoint, out, warm_tag(self._address)))
@@ -440,8 +440,8 @@ class UcxTransport(Transport):
             try:
                 if any(self._device.ended(request) is not RequestEnd.DONE for request in link.warm_requests):
                     raise PeerLost("the warm-up broke")
-                tags = probe_tag(self._address), probe_tag(link.their_address)
-                link.probe = LinkProbe(self._device, link.endpoint, my_tag=tags[0], their_tag=tags[1])
+                mail = self._mailbox(link, probe_tag(link.their_address), PROBE_BYTES)
+                link.probe = LinkProbe(self._device, link.endpoint, mail, my_tag=probe_tag(self._address))
                 self._open_reads(link)
             except PeerLost:
                 self._on_broken(link.peer)
@@ -460,14 +460,17 @@ class UcxTransport(Transport):
 
     def _open_reads(self, link: _Link) -> None:
         """Agrees on direct reads: both warm-up messages say whether their sender can read. Raises: PeerLost."""
-        out, into = link.warm_buffers
-        if link.memory is None or into[0] != CAN_READ:
+        if link.memory is None or link.warm_buffers[1][0] != CAN_READ:
             return
-        tags = (
-            reads_tag(self._address + into[NONCE].tobytes()),
-            reads_tag(link.their_address + out[NONCE].tobytes()),
-        )
-        link.reads = LinkReads(self._device, link.endpoint, link.memory, my_tag=tags[0], their_tag=tags[1])
+        mail = self._mailbox(link, reads_tag(link.their_address), READS_BYTES)
+        link.reads = LinkReads(self._device, link.endpoint, link.memory, mail, my_tag=reads_tag(self._address))
+
+    def _mailbox(self, link: _Link, tag: int, num_bytes: int) -> Mailbox:
+        """Returns the mailbox of ``tag``, which may have served an earlier link to the same peer."""
+        boxes = self._mailboxes.setdefault(link.peer, {})
+        if tag not in boxes:
+            boxes[tag] = Mailbox(self._device, tag, num_bytes)
+        return boxes[tag]
 
     def _collect_ready(self, link: _Link, probe: LinkProbe, now: float) -> bool:
         try:
@@ -524,6 +527,7 @@ class UcxTransport(Transport):
             self._held.setdefault(closing.peer, []).append(closing.link)
         if closing.proved_dead:
             self._held.pop(closing.peer, None)
+            self._mailboxes.pop(closing.peer, None)
             self._book.settle_peer(closing.peer)
         closing.future.set_result(None)
 
@@ -553,9 +557,9 @@ def probe_tag(address: bytes) -> int:
     return OWN_TAG_BIT | PROBE_TAG_BIT | _hash(address)
 
 
-def reads_tag(name: bytes) -> int:
-    """Returns the tag of the messages about direct reads; ``name``: the sender's address and the receiver's nonce."""
-    return OWN_TAG_BIT | READS_TAG_BIT | _hash(name)
+def reads_tag(address: bytes) -> int:
+    """Returns the tag of the messages about direct reads of the transport that lives at ``address``."""
+    return OWN_TAG_BIT | READS_TAG_BIT | _hash(address)
 
 
 def _hash(address: bytes) -> int:

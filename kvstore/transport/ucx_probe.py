@@ -3,8 +3,7 @@
 A link whose probes come back moves blocks; a process that is stopped, or a network that drops, answers none. The other
 side's thread answers by itself, asleep or not.
 
-Message, 64 bytes: kind (1 byte: 0 question, 1 answer), 7 bytes of zeros, nonce (8 bytes, little endian), zeros. One
-receive per link is posted at any time, under a tag that belongs to the sending side.
+Message, 64 bytes: kind (1 byte: 0 question, 1 answer), 7 bytes of zeros, nonce (8 bytes, little endian), zeros.
 
 Life cycle: made when the link is ready -> ``ask``, ``collect`` ... -> ``end``.
 """
@@ -20,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from kvstore.errors import DeadlineExceeded, KopirError, PeerLost
-from kvstore.transport.transfers import RequestEnd, fail
+from kvstore.transport.transfers import fail
 from kvstore.transport.ucx_device import UcxDevice
+from kvstore.transport.ucx_mailbox import Mailbox
 
 MESSAGE_BYTES = 64
 MAX_QUESTIONS = 64
@@ -40,17 +40,17 @@ class _Question:
 class LinkProbe:
     """The probes of one link. All calls on the transport's thread."""
 
-    def __init__(self, device: UcxDevice, endpoint: Any, *, my_tag: int, their_tag: int) -> None:
+    def __init__(self, device: UcxDevice, endpoint: Any, mail: Mailbox, *, my_tag: int) -> None:
         """Raises: PeerLost."""
         self._device = device
         self._endpoint = endpoint
         self._my_tag = my_tag
-        self._their_tag = their_tag
-        self._into = np.zeros(MESSAGE_BYTES, np.uint8)
+        self._mail = mail
         self._questions: dict[int, _Question] = {}
         self._sends: list[tuple[Any, np.ndarray]] = []
-        self._next_nonce = 0
-        self._receive = device.receive(endpoint, self._into, their_tag)
+        # An answer to a question of an earlier link answers none of this one.
+        self._next_nonce = time.monotonic_ns()
+        mail.attach(endpoint)
 
     @property
     def is_asking(self) -> bool:
@@ -74,12 +74,9 @@ class LinkProbe:
         Raises: PeerLost when the link is broken.
         """
         came = False
-        while self._receive.completed:
-            if self._device.ended(self._receive) is not RequestEnd.DONE:
-                raise PeerLost("a probe broke")
+        while (message := self._mail.take()) is not None:
             came = True
-            kind, nonce = _FORMAT.unpack(self._into.data)
-            self._receive = self._device.receive(self._endpoint, self._into, self._their_tag)
+            kind, nonce = _FORMAT.unpack(message)
             if kind == _QUESTION:
                 self._send(_ANSWER, nonce)
             elif (question := self._questions.pop(nonce, None)) is not None:

@@ -2,8 +2,7 @@
 
 The sender of a block offers it: tag, address, size. The receiver reads it once it is both offered and wanted, in
 pieces that are folded into the digest while they are in the cache, and says so; then the source may be used again.
-Offers and reports travel in messages of one size over the link's endpoint, many at a time. One receive per link is
-posted at any time, under a tag that belongs to the sending side.
+Offers and reports travel in messages of one size over the link's endpoint, many at a time.
 
 Nobody but the receiver moves a byte. A receive that has ended in any way is touched by nobody; a source is held until
 the receiver reports or is dead.
@@ -27,6 +26,7 @@ from kvstore.errors import PeerLost
 from kvstore.transport.peer_memory import PeerMemory, address_of
 from kvstore.transport.transfers import RequestEnd
 from kvstore.transport.ucx_device import UcxDevice
+from kvstore.transport.ucx_mailbox import Mailbox
 
 READ_PIECE_BYTES = 256 << 10
 """Fits into a second-level cache beside its source."""
@@ -93,12 +93,12 @@ class DirectReceive(DirectRequest):
 class LinkReads:
     """The blocks of one link. All calls on the transport's thread; ``step`` and the making raise PeerLost."""
 
-    def __init__(self, device: UcxDevice, endpoint: Any, memory: PeerMemory, *, my_tag: int, their_tag: int) -> None:
+    def __init__(self, device: UcxDevice, endpoint: Any, memory: PeerMemory, mail: Mailbox, *, my_tag: int) -> None:
         self._device = device
         self._endpoint = endpoint
         self._memory = memory
         self._my_tag = my_tag
-        self._their_tag = their_tag
+        self._mail = mail
         self._sends: dict[int, DirectRequest] = {}
         """Offered, by tag."""
         self._wanted: dict[int, DirectReceive] = {}
@@ -108,8 +108,7 @@ class LinkReads:
         """Offered and wanted, with address and size."""
         self._reports: list[int] = []
         self._messages: list[tuple[Any, np.ndarray]] = []
-        self._into = np.zeros(MESSAGE_BYTES, np.uint8)
-        self._receive = device.receive(endpoint, self._into, their_tag)
+        mail.attach(endpoint)
 
     @property
     def has_work(self) -> bool:
@@ -178,13 +177,10 @@ class LinkReads:
 
     def _take_messages(self) -> bool:
         came = False
-        while self._receive.completed:
-            if self._device.ended(self._receive) is not RequestEnd.DONE:
-                raise PeerLost("a message of the link broke")
+        while (message := self._mail.take()) is not None:
             came = True
-            kind, count = self._into[:8].view("<u4").tolist()
-            words = self._into[8:].view("<u8").tolist()
-            self._receive = self._device.receive(self._endpoint, self._into, self._their_tag)
+            kind, count = np.frombuffer(message, "<u4", 2).tolist()
+            words = np.frombuffer(message, "<u8", offset=8).tolist()
             if kind == _REPORTS and count <= REPORTS_PER_MESSAGE:
                 self._on_reports(words[:count])
             elif kind == _OFFERS and count <= OFFERS_PER_MESSAGE:

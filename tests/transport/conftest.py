@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import pytest
 from pairs import InprocPair, Pair, UcxPair
 
+from bench.network import Place, cable
+from kvstore.errors import EnvironmentProblem
+
 UCX_PATHS = [pytest.param(path, marks=pytest.mark.ucx, id=path) for path in ("ucx-local", "ucx-copied", "ucx-network")]
 DEFAULT_REPEATS = 4
 LINKED_PATHS = [path for path in UCX_PATHS if path.id != "ucx-copied"]
@@ -77,3 +80,13 @@ def take_tags(count: int) -> list[int]:
     global _next_tag
     first, _next_tag = _next_tag, _next_tag + count
     return list(range(first, first + count))
+
+
+@pytest.fixture
+def cable_ends() -> Iterator[tuple[Place, Place]]:
+    """A cable between two network namespaces."""
+    try:
+        with cable() as made:
+            yield made
+    except EnvironmentProblem as error:
+        pytest.skip(str(error))

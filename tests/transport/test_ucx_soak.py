@@ -8,9 +8,13 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import ExitStack, nullcontext
 
 import pytest
+from cables import CUTS, CablePair, broken
 from pairs import Pair
+
+from bench.network import Place
 
 pytestmark = [pytest.mark.ucx, pytest.mark.timeout(1800)]
 
@@ -18,6 +22,11 @@ SIZES = (4096, 60_000, 368_640, 4 << 20, 16 << 20)
 DEADLINE_S = 0.4
 LATENESS_S = 1.0
 """What a loaded machine may add to a deadline."""
+
+
+UNDISTURBED_S = 10.0
+FAR_PORT = 23_417
+"""Of the far side of a cable, in a network namespace of its own."""
 
 
 def wait(seconds: float) -> None:
@@ -112,3 +121,50 @@ def test_ten_thousand_flipped_bits_are_all_caught(soak_pair: Pair, repeats: int)
         soak_pair.far.push_damaged("p", soak_pair.near_name, tags, size, flips)
         soak_pair.near.receive("r", soak_pair.far_name, tags, size)
         assert soak_pair.near.results("r") == ["CORRUPT"] * 50
+
+
+def test_faults_on_a_cable_end_every_wait_and_leak_nothing(cable_ends: tuple[Place, Place], repeats: int) -> None:
+    """Kill and restart on the same port, stop and go on, cable down and up, drops one way: at random moments, with
+    blocks under way in both directions. The near process survives all of it."""
+    rng = random.Random(17)
+    with ExitStack() as stack:
+        pair = CablePair(cable_ends, far_port=FAR_PORT)
+        stack.callback(pair.end)
+        assert pair.link() == ("ok", "ok")
+        survivor = pair.near.pid()
+        for turn in range(repeats):
+            size, count = rng.choice(SIZES[:4]), rng.randint(1, 6)
+            inward, outward = ([turn * 100 + base + index for index in range(count)] for base in (0, 50))
+            fault = rng.choice(("none", "restart", "stop", *CUTS))
+            deadline_s = DEADLINE_S if fault != "none" else UNDISTURBED_S
+            pair.far.push("p", pair.near_name, inward, size, deadline_s)
+            pair.far.receive("r", pair.near_name, outward, size, deadline_s)
+            pair.near.receive("r", pair.far_name, inward, size, deadline_s)
+            pair.near.push("p", pair.far_name, outward, size, deadline_s)
+            wait(rng.random() * 0.005)
+            with broken(cable_ends, fault) if fault in CUTS else nullcontext():
+                if fault == "restart":
+                    pair.kill_far()
+                elif fault == "stop":
+                    pair.stop_far()
+                deadline = time.monotonic() + deadline_s
+                results = pair.near.results("r") + pair.near.results("p")
+                assert time.monotonic() < deadline + LATENESS_S, f"turn {turn} {fault}: late"
+            assert set(results) <= {"OK", "TIMEOUT", "PEER_LOST"}, f"turn {turn} {fault}: {results}"
+            if fault == "none":
+                assert set(results) == {"OK"}, f"turn {turn}: {results}"
+            if fault == "stop":
+                pair.resume_far()
+            if fault == "restart":
+                dead = pair.far_name
+                pair.near.peer_lost(dead, True)
+                assert pair.near.outstanding(dead) == [], f"turn {turn} {fault}"
+                pair.replace_far()
+                assert pair.link(20.0) == ("ok", "ok"), f"turn {turn} {fault}"
+            if fault in CUTS:
+                pair.near.peer_lost(pair.far_name, False)
+                pair.far.peer_lost(pair.near_name, False)
+                assert pair.link(20.0) == ("ok", "ok"), f"turn {turn} {fault}"
+            until_settled(pair)
+            assert pair.near.probe(pair.far_name) == "ok", f"turn {turn} {fault}"
+        assert pair.near.pid() == survivor
