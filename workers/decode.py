@@ -32,6 +32,7 @@ from kvstore.core.messages import (
     PrefillAbandoned,
     RefusalCode,
     Refused,
+    Resend,
     Reserve,
     Reserved,
     StreamDelta,
@@ -95,6 +96,7 @@ class DecodeSide:
             (
                 "tokens_published",
                 "tokens_discarded",
+                "tokens_resent",
                 "blocks_landed",
                 "blocks_corrupt",
                 "blocks_failed",
@@ -176,6 +178,37 @@ class DecodeSide:
             attempt.max_index = max(attempt.max_index, credit.max_index)
             self._growth.on_credit()
         self._engine.set_credit((credit.attempt_id, credit.epoch), credit.max_index)
+
+    def on_reconnected(self, link: IngressLink) -> None:
+        """A connection took the place of a lost one: what was lost with it comes before anything new."""
+        for attempt in self._attempts.values():
+            if attempt.link is link and attempt.decoding:
+                attempt.awaits_resend = True
+
+    def on_resend(self, link: IngressLink, ask: Resend) -> None:
+        """The link is back: sends again what its old connection may have swallowed."""
+        key = (ask.attempt_id, ask.epoch)
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            if key not in self._waiting:
+                # Its last tokens, or the order that would have begun it, are gone: better said than waited for.
+                self._remember(key)
+                message = "the attempt is not held here any more"
+                link.send(AttemptFault(attempt_id=key[0], epoch=key[1], reason="network_cut", message=message))
+        elif not attempt.decoding:
+            link.send(self._reserved(attempt))
+        else:
+            again = [delta for delta in attempt.sent if delta.first_index >= ask.next_index]
+            if again and again[0].first_index > ask.next_index:
+                self._fault(attempt, "network_cut", f"tokens from {ask.next_index} on are not kept any more")
+                return
+            attempt.awaits_resend = False
+            for _ in again:
+                attempt.sent.pop()
+            self.counters["tokens_resent"] += len(again)
+            if again:
+                self._publish(link, again)
+            self._release_if_done(attempt)
 
     def on_lease_expired(self, keys: Sequence[AttemptKey]) -> None:
         """The ingress did not renew: these attempts stop and publish nothing more."""
@@ -344,19 +377,21 @@ class DecodeSide:
         num_blocks = self._growth.blocks_at_first(_num_tokens(request))
         if len(self._attempts) >= self._spec.max_num_seqs or not self._growth.may_admit(num_blocks):
             return False
-        attempt = self._reserve(link, request, num_blocks)
+        # Where the link is down, the ingress asks again when it is back; if it never is, the lease runs out.
+        link.send(self._reserved(self._reserve(link, request, num_blocks)))
+        return True
+
+    def _reserved(self, attempt: DecodeAttempt) -> Reserved:
         ticket = Ticket(
-            attempt_id=request.attempt_id,
-            epoch=request.epoch,
+            attempt_id=attempt.key[0],
+            epoch=attempt.key[1],
             worker_id=self._spec.worker_id,
             incarnation=self._spec.incarnation,
             kv_host=self.kv_address[0],
             kv_port=self.kv_address[1],
             blocks=attempt.tracker.blocks,
         )
-        if not link.send(Reserved(attempt_id=request.attempt_id, epoch=request.epoch, ticket=ticket)):
-            self._stop(attempt)
-        return True
+        return Reserved(attempt_id=attempt.key[0], epoch=attempt.key[1], ticket=ticket)
 
     def _reserve(self, link: IngressLink, request: Reserve, num_blocks: int) -> DecodeAttempt:
         """Takes the prompt's blocks, which prefill writes, and room for the next token; the stream grows from there."""
@@ -461,13 +496,22 @@ class DecodeSide:
         valid = [delta for delta in deltas if link.may_publish((delta.attempt_id, delta.epoch))]
         if len(valid) < len(deltas):
             self._hold_or_stop(link, [delta for delta in deltas if delta not in valid])
-        if valid and link.publish(valid):
-            self.counters["tokens_published"] += sum(len(delta.token_ids) for delta in valid)
-        elif valid:
-            for delta in valid:
-                attempt = self._attempts.get((delta.attempt_id, delta.epoch))
-                if attempt is not None:
-                    self._fault(attempt, "network_cut", "the link to the ingress is down")
+        if not valid:
+            return
+        due = []
+        for delta in valid:
+            attempt = self._attempts[delta.attempt_id, delta.epoch]
+            attempt.sent.append(delta)
+            if not attempt.awaits_resend:
+                due.append((attempt, delta))
+        if not due:
+            return
+        if link.publish([delta for _, delta in due]):
+            self.counters["tokens_published"] += sum(len(delta.token_ids) for _, delta in due)
+        else:
+            # The link may be back before the lease runs out, which ends the attempt otherwise.
+            for attempt, _ in due:
+                attempt.awaits_resend = True
 
     def _hold_or_stop(self, link: IngressLink, deltas: list[StreamDelta]) -> None:
         """A stream that was never granted waits for its first grant; one whose lease ran out stops."""
@@ -516,7 +560,12 @@ class DecodeSide:
 
     def _release_if_done(self, attempt: DecodeAttempt) -> None:
         """Ends an attempt whose last token is out; the engine has dropped it by itself."""
-        if attempt.ended and not attempt.pending and self._attempts.pop(attempt.key, None) is not None:
+        if (
+            attempt.ended
+            and not attempt.pending
+            and not attempt.awaits_resend
+            and self._attempts.pop(attempt.key, None) is not None
+        ):
             self._give_back(attempt)
 
     def _give_back(self, attempt: DecodeAttempt) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from kvstore.core.messages import Reserve, StreamDelta
@@ -9,6 +10,9 @@ from workers.core.hand_off import HandOffTracker
 from workers.engine_loop import AttemptKey, NewToken
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvPeer
+
+RING_TOKENS_MAX = 1024
+"""Published tokens of one stream that can be sent once more after its link broke."""
 
 
 @dataclass(slots=True)
@@ -31,6 +35,11 @@ class DecodeAttempt:
     num_generated: int = 0
     ended: bool = False
     pending: list[StreamDelta] = field(default_factory=list)
+    """Tokens that wait for the first grant of a lease."""
+    sent: deque[StreamDelta] = field(default_factory=lambda: deque(maxlen=RING_TOKENS_MAX))
+    """The newest tokens that were due, one each, oldest first."""
+    awaits_resend: bool = False
+    """Its link broke: tokens are kept in ``sent`` until the ingress says which ones it lacks."""
 
     @property
     def key(self) -> AttemptKey:

@@ -42,6 +42,7 @@ class IngressLink:
         clock_ns: Callable[[], int],
         on_message: Callable[[IngressLink, Any], None],
         on_granted: Callable[[IngressLink], None],
+        on_reconnected: Callable[[IngressLink], None],
         on_lease_expired: Callable[[IngressLink, list[AttemptKey]], None],
     ) -> None:
         self.address = address
@@ -51,11 +52,13 @@ class IngressLink:
         self._clock_ns = clock_ns
         self._on_message = on_message
         self._on_granted = on_granted
+        self._on_reconnected = on_reconnected
         self._on_lease_expired = on_lease_expired
         self._leases = LeaseHolder(lease_ms)
         self._attempts: Counter[AttemptKey] = Counter()
         self._channel: Channel | None = None
         self._frame_seq = 0
+        self._num_connections = 0
         self.connected = asyncio.Event()
 
     # --- attempts and leases ------------------------------------------------------------------------------
@@ -157,6 +160,9 @@ class IngressLink:
     async def _serve(self, channel: Channel) -> None:
         if channel.peer.incarnation != self.address.incarnation:
             raise ProtocolError(f"another incarnation answers at {self.address.host}:{self.address.port}")
+        self._num_connections += 1
+        if self._num_connections > 1:
+            self._on_reconnected(self)
         self.connected.set()
         self._ask()
         while True:

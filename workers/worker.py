@@ -25,6 +25,7 @@ from kvstore.core.messages import (
     Prefill,
     PrefillAbandoned,
     Refused,
+    Resend,
     Reserve,
     Status,
     StatusAsk,
@@ -218,6 +219,7 @@ class Worker:
             clock_ns=boottime_ns,
             on_message=self._on_ingress_message,
             on_granted=self._on_granted,
+            on_reconnected=self._on_reconnected,
             on_lease_expired=self._on_lease_expired,
         )
         self._ingresses[address.incarnation] = (link, asyncio.create_task(link.run()))
@@ -273,6 +275,8 @@ class Worker:
                 self._on_cancel(link, message)
             case Credit() if self._decode is not None:
                 self._decode.on_credit(message)
+            case Resend() if self._decode is not None:
+                self._decode.on_resend(link, message)
             case StatusAsk():
                 self._answer_status(link, message.nonce)
             case _:
@@ -291,6 +295,10 @@ class Worker:
     def _on_granted(self, link: IngressLink) -> None:
         if self._decode is not None:
             self._decode.on_lease_granted(link)
+
+    def _on_reconnected(self, link: IngressLink) -> None:
+        if self._decode is not None:
+            self._decode.on_reconnected(link)
 
     def _on_lease_expired(self, _link: IngressLink, keys: list[AttemptKey]) -> None:
         for side in (self._prefill, self._decode):

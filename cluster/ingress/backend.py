@@ -41,6 +41,7 @@ from kvstore.core.messages import (
     PrefillDone,
     PrefillStarted,
     Refused,
+    Resend,
     Reserve,
     Reserved,
     Status,
@@ -50,6 +51,7 @@ from kvstore.net.handshake import PeerInfo
 logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 2.0
+LAPSE_LOOKS_PER_LEASE = 20
 PROGRESS_S = 0.25
 """How often the ledger is told how far running requests are."""
 
@@ -97,7 +99,7 @@ class RelayBackend(Backend):
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listens for workers; returns (host, port)."""
-        duties = (self._fleet.probe_for_ever(), self._tell_progress(), self._policy.watch())
+        duties = (self._fleet.probe_for_ever(), self._tell_progress(), self._policy.watch(), self._watch_leases())
         self._tasks = [asyncio.create_task(duty) for duty in duties]
         return await self._relay.start(host)
 
@@ -223,6 +225,22 @@ class RelayBackend(Backend):
                 told = (request.request_id, machine.phase.value, machine.first_delta_sent, machine.num_delivered)
                 self._book.running(request.tenant, request.record, told)
 
+    async def _watch_leases(self) -> None:
+        """Ends what no broken link tells of: the sides whose holder has not asked for a whole lease."""
+        while True:
+            await asyncio.sleep(self._config.attempts.lease_ms / 1000 / LAPSE_LOOKS_PER_LEASE)
+            for incarnation, (attempt_id, epoch) in self._relay.lapse():
+                request = self._by_attempt.get(attempt_id)
+                if request is not None:
+                    self._lapsed(request, incarnation, attempt_id, epoch)
+
+    def _lapsed(self, request: RunningRequest, incarnation: str, attempt_id: str, epoch: int) -> None:
+        # A combined worker holds both sides under one lease.
+        for role in ev.ROLES:
+            if self._ref(request, attempt_id, role).incarnation == incarnation:
+                now_ns = self._clock_ns()
+                request.step(ev.LeaseLapsed(now_ns=now_ns, attempt_id=attempt_id, epoch=epoch, role=role))
+
     # --- for the status endpoint --------------------------------------------------------------------------------
 
     async def worker_statuses(self) -> list[dict[str, Any]]:
@@ -254,6 +272,9 @@ class RelayBackend(Backend):
         self._fleet.link_up(link)
         for request in tuple(self._running.values()):
             request.step(ev.LinkBack(now_ns=self._clock_ns(), incarnation=link.incarnation))
+            attempt = request.machine.current
+            if attempt is not None and attempt.workers["decode"].incarnation == link.incarnation:
+                request.repeat_credit()
 
     def on_link_down(self, link: WorkerLink) -> None:
         self._fleet.link_down(link)
@@ -401,8 +422,9 @@ class RelayBackend(Backend):
 
     def _dispatch(self, generation: RunningRequest, role: ev.Role, message: Reserve | Prefill) -> None:
         ref = self._ref(generation, message.attempt_id, role)
-        self._relay.granter(ref.incarnation).dispatch(message.attempt_id, message.epoch, now_ns=self._clock_ns())
         link = self._relay.links.get(ref.incarnation)
+        if link is not None:
+            link.leases.dispatch(message.attempt_id, message.epoch, now_ns=self._clock_ns())
         if link is None or not link.send(message):
             # Nothing left the process, so there is nothing to fence.
             refused = ev.WorkerRefused(
@@ -418,16 +440,22 @@ class RelayBackend(Backend):
     def send_cancel(self, generation: RunningRequest, order: ev.SendCancel) -> None:
         """Revokes the lease, then tells the worker to stop."""
         ref = self._ref(generation, order.attempt_id, order.role)
-        self._relay.granter(ref.incarnation).revoke(order.attempt_id, order.epoch)
+        granter = self._relay.known_granter(ref.incarnation)
+        if granter is not None:
+            granter.revoke(order.attempt_id, order.epoch)
         link = self._relay.links.get(ref.incarnation)
         if link is not None:
             link.send(Cancel(attempt_id=order.attempt_id, epoch=order.epoch, reason=order.reason))
 
+    def ask_resend(self, generation: RunningRequest, order: ev.AskResend) -> None:
+        """Asks decode for what may have died with its last connection."""
+        link = self._relay.links.get(self._ref(generation, order.attempt_id, "decode").incarnation)
+        if link is not None:
+            link.send(Resend(attempt_id=order.attempt_id, epoch=order.epoch, next_index=order.next_index))
+
     def wait_for_fence(self, generation: RunningRequest, order: ev.WaitForFence) -> None:
         """Fires the machine's timer once the lease of this side has surely run out."""
-        ref = self._ref(generation, order.attempt_id, order.role)
-        safe_ns = self._relay.granter(ref.incarnation).safe_after_ns(order.attempt_id, order.epoch)
-        delay_s = max(0, (safe_ns or 0) - self._clock_ns()) / 1e9
+        delay_s = max(0, self._safe_after_ns(generation, order) - self._clock_ns()) / 1e9
         if delay_s > 0:
             # A lease that was renewed meanwhile moves the moment: look again then.
             handle = asyncio.get_running_loop().call_later(delay_s, self._fence_due, generation, order)
@@ -438,13 +466,16 @@ class RelayBackend(Backend):
     def _fence_due(self, generation: RunningRequest, order: ev.WaitForFence) -> None:
         if generation.machine.closed:
             return
-        ref = self._ref(generation, order.attempt_id, order.role)
-        safe_ns = self._relay.granter(ref.incarnation).safe_after_ns(order.attempt_id, order.epoch)
-        if safe_ns is not None and safe_ns > self._clock_ns():
+        if self._safe_after_ns(generation, order) > self._clock_ns():
             self.wait_for_fence(generation, order)
             return
         fired = ev.TimerFired(now_ns=self._clock_ns(), attempt_id=order.attempt_id, epoch=order.epoch, role=order.role)
         generation.step(fired)
+
+    def _safe_after_ns(self, generation: RunningRequest, order: ev.WaitForFence) -> int:
+        """Returns when this side has surely stopped; 0 where it holds nothing."""
+        granter = self._relay.known_granter(self._ref(generation, order.attempt_id, order.role).incarnation)
+        return (granter.safe_after_ns(order.attempt_id, order.epoch) if granter is not None else None) or 0
 
     def give_credit(self, generation: RunningRequest, max_index: int) -> None:
         """Lets decode compute further ahead of the client."""
@@ -465,8 +496,9 @@ class RelayBackend(Backend):
         for attempt in generation.machine.attempts:
             self._by_attempt.pop(attempt.attempt_id, None)
             for role in ev.ROLES:
-                granter = self._relay.granter(attempt.workers[role].incarnation)
-                granter.end(attempt.attempt_id, attempt.epoch)
+                granter = self._relay.known_granter(attempt.workers[role].incarnation)
+                if granter is not None:
+                    granter.end(attempt.attempt_id, attempt.epoch)
         for timer in generation.timers:
             timer.cancel()
         if generation.deadline is not None:

@@ -39,6 +39,8 @@ class Orders(Protocol):
 
     def send_cancel(self, generation: RunningRequest, order: ev.SendCancel) -> None: ...
 
+    def ask_resend(self, generation: RunningRequest, order: ev.AskResend) -> None: ...
+
     def wait_for_fence(self, generation: RunningRequest, order: ev.WaitForFence) -> None: ...
 
     def route(self, generation: RunningRequest, avoid: tuple[str, ...]) -> None: ...
@@ -180,10 +182,15 @@ class RunningRequest(Generation):
             "seed": self.spec.sampling.seed,
             "remaining_retry_budget": machine.max_attempts - len(machine.attempts),
             "attempts": [_attempt_record(attempt, machine.admitted_ns) for attempt in machine.attempts],
-            "interruption": self._interruption,
+            "interruption": self._interruption_record(),
             "events": machine.journal.entries,
             "events_dropped": machine.journal.num_dropped,
         }
+
+    def _interruption_record(self) -> dict[str, Any] | None:
+        if self._interruption is None:
+            return None
+        return {**self._interruption, "delivered_output_tokens": self.machine.num_delivered}
 
     def _carry_out(self, order: ev.Instruction, delta: StreamDelta | None) -> None:
         match order:
@@ -200,6 +207,8 @@ class RunningRequest(Generation):
                 self._orders.send_cancel(self, order)
             case ev.WaitForFence():
                 self._orders.wait_for_fence(self, order)
+            case ev.AskResend():
+                self._orders.ask_resend(self, order)
             case ev.RouteAgain():
                 self._restart()
                 self._orders.route(self, order.avoid)
@@ -224,9 +233,10 @@ class RunningRequest(Generation):
             "attempt_id": order.attempt_id,
             "message": order.message,
             "partial_output": True,
-            "delivered_output_tokens": self.machine.num_delivered,
             "retryable": False,
         }
+        # Only the event under way is finished; what waits behind it is not delivered.
+        self._queue.clear()
         self._put(Interrupted(order.reason, order.attempt_id, order.message))
 
     def _restart(self) -> None:
@@ -236,6 +246,10 @@ class RunningRequest(Generation):
         self._credit = self._backlog_tokens
         self._gave_tokens = False
         self._put(Restarted(self.attempt_id))
+
+    def repeat_credit(self) -> None:
+        """Gives the credit of the current attempt once more: the message may have died with a link."""
+        self._orders.give_credit(self, self._credit)
 
     def _renew_credit(self, num_taken: int) -> None:
         if self._credit - num_taken <= self._backlog_tokens // 2:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvstore.core.lease import LeaseGranter
+from kvstore.core.lease import Key, LeaseGranter
 from kvstore.core.messages import LeaseAsk, ToIngress
 from kvstore.errors import KopirError, NoCapacity, PeerLost
 from kvstore.net.channel import Channel, ChannelServer, serve
@@ -100,11 +100,20 @@ class RelayServer:
         return self._server.host, self._server.port
 
     def granter(self, incarnation: str) -> LeaseGranter:
-        """Returns the granter of one worker life; it outlives a lost connection."""
+        """Returns the granter of one worker life; it outlives a lost connection. Made where there is none."""
         granter = self._granters.get(incarnation)
         if granter is None:
             granter = self._granters[incarnation] = LeaseGranter(self._lease_ms)
         return granter
+
+    def known_granter(self, incarnation: str) -> LeaseGranter | None:
+        """Returns the granter of one worker life; None for a life that was never heard of or is proved over."""
+        return self._granters.get(incarnation)
+
+    def lapse(self) -> list[tuple[str, Key]]:
+        """Revokes attempts whose holders have been silent for a whole lease; returns (life, attempt) of each, once."""
+        now_ns = self._clock_ns()
+        return [(life, key) for life, granter in self._granters.items() for key in granter.lapse(now_ns)]
 
     def forget(self, incarnation: str) -> None:
         """Drops what is known about a life that is proved over."""

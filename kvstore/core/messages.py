@@ -6,7 +6,7 @@ as the answer to an ask (``LeaseAsk`` -> ``LeaseGrant``). Unknown fields are ref
 
 Directions:
 
-    ingress -> worker   Reserve, Prefill, Cancel, LeaseGrant, Credit, StatusAsk
+    ingress -> worker   Reserve, Prefill, Cancel, LeaseGrant, Credit, Resend, StatusAsk
     worker  -> ingress  Reserved, Refused, PrefillStarted, PrefillDone, AttemptFault, CancelAck, Frame, LeaseAsk, Status
     prefill -> decode   KvHello, BlocksPosted, HandOff, PrefillAbandoned
     decode  -> prefill  KvHelloReply, BlocksLanded, HandOffDone
@@ -155,6 +155,14 @@ class Credit(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     attempt_id: str
     epoch: int
     max_index: int
+
+
+class Resend(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """A lost link is back: publish again what was published from ``next_index`` on; frames may have died with it."""
+
+    attempt_id: str
+    epoch: int
+    next_index: int
 
 
 class StatusAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -353,7 +361,7 @@ class PrefillAbandoned(Struct, frozen=True, kw_only=True, tag_field="t", tag=Tru
     reason: ShortText
 
 
-ToWorker = Reserve | Prefill | Cancel | LeaseGrant | Credit | StatusAsk
+ToWorker = Reserve | Prefill | Cancel | LeaseGrant | Credit | Resend | StatusAsk
 ToIngress = Reserved | Refused | PrefillStarted | PrefillDone | AttemptFault | CancelAck | Frame | LeaseAsk | Status
 ToDecode = KvHello | BlocksPosted | HandOff | PrefillAbandoned
 ToPrefill = KvHelloReply | BlocksLanded | HandOffDone
