@@ -178,7 +178,7 @@ class AttemptsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     reservation_ms: Annotated[Millis, doc("Life of reserved decode blocks while prefill queues or computes.")] = 10_000
     max_attempts: Annotated[
         Annotated[int, Meta(ge=1, le=16)], doc("Attempts of one request before its first delta; 1 never retries.")
-    ] = 1
+    ] = 2
     cluster_retry_tokens_per_s: Annotated[
         Annotated[float, Meta(ge=0.0, le=1e9)],
         doc("Retries that the whole cluster may start each second, on average (a token bucket)."),

@@ -28,13 +28,7 @@ def check_supported(config: Config) -> None:
             config.server.keep_alive_ping_s > 0,
             "keep-alive pings are not available yet",
         ),
-        ("server.retry_after_first_byte", True, config.server.retry_after_first_byte, "nothing is retried yet"),
-        (
-            "attempts.max_attempts",
-            config.attempts.max_attempts,
-            config.attempts.max_attempts != 1,
-            "attempts are recorded, not yet retried: only 1 is available",
-        ),
+        ("server.retry_after_first_byte", True, config.server.retry_after_first_byte, "there are no pings yet"),
         (
             "server.host",
             config.server.host,

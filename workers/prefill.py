@@ -46,7 +46,7 @@ from workers.engine_loop import AttemptKey, EngineLoop, PrefillJob
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvPeer
 from workers.kv_pool import KvPool
-from workers.prefill_job import Job, PrefillFailed
+from workers.prefill_job import ComputeFailed, Job, PrefillFailed
 from workers.spec import DecodeAddress, WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -370,7 +370,7 @@ class PrefillSide:
 
     def _on_compute_fault(self, job: Job, error: Exception) -> None:
         if job.computed is not None and not job.computed.done():
-            job.computed.set_exception(PrefillFailed(f"{type(error).__name__}: {error}"[:500]))
+            job.computed.set_exception(ComputeFailed(f"{type(error).__name__}: {error}"[:500]))
 
     async def _hand_over(self, job: Job, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Gives the attempt to decode and waits until it has every block."""
@@ -413,7 +413,8 @@ class PrefillSide:
     def _fail(self, job: Job, error: Exception) -> None:
         message = str(error) or type(error).__name__
         logger.warning("prefill_fault attempt_id=%s epoch=%d %s", *job.key, message)
-        reason: FaultReason = "transfer_failed" if job.peer is not None else "engine_fault"
+        is_engine = job.peer is None or isinstance(error, ComputeFailed)
+        reason: FaultReason = "engine_fault" if is_engine else "transfer_failed"
         job.link.send(AttemptFault(attempt_id=job.key[0], epoch=job.key[1], reason=reason, message=message[:500]))
         self._abandon(job, message)
 

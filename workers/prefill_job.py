@@ -20,6 +20,10 @@ class PrefillFailed(KopirError):
     """A job cannot go on; the message goes to the ingress."""
 
 
+class ComputeFailed(PrefillFailed):
+    """The engine failed under a job; no peer has part in it."""
+
+
 @dataclass(slots=True)
 class Job:
     """One prefill under way."""

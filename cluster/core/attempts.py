@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from cluster.core import attempt_events as ev
 from cluster.core.attempt_events import ROLES, Instruction, Role, WorkerRef
@@ -50,6 +51,24 @@ _INTERRUPT_REASONS: dict[str, ev.InterruptReason] = {
 """Every other fault is told to the client as ``engine_fault``."""
 
 
+class Budget(Protocol):
+    """Who may say no to another attempt although the request itself would allow it."""
+
+    def take(self, now_ns: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RetryTerms:
+    """What another attempt of a request may cost."""
+
+    num_prompt_tokens: int = 0
+    max_reprefill_tokens: int | None = None
+    """Prompt tokens that it may compute; None for no limit."""
+    deadline_ns: int | None = None
+    budget: Budget | None = None
+    """Shared by all requests; None for no bound."""
+
+
 @dataclass(slots=True)
 class Attempt:
     """One run on one pair of workers."""
@@ -63,6 +82,11 @@ class Attempt:
     fenced: set[Role] = field(default_factory=set)
     cancelled: set[Role] = field(default_factory=set)
     lost_link: set[Role] = field(default_factory=set)
+    blamed: set[Role] = field(default_factory=set)
+    """Sides that failed, or may have: the next attempt goes elsewhere if it can."""
+    num_cached: int = 0
+    """Prompt tokens that prefill found in the store."""
+    first_token_ns: int | None = None
     num_received: int = 0
     """Tokens [0, num_received) were accepted."""
     num_generated: int = 0
@@ -90,6 +114,7 @@ class RequestMachine:
     """Revision with digest, for the journal."""
     told_by_event: bool = field(default=False, kw_only=True)
     """True: books stay open until ``Completed`` or ``AnswerEnded``, so that a write under way is still counted."""
+    terms: RetryTerms = field(default_factory=RetryTerms, kw_only=True)
     journal: Journal = field(init=False)
     phase: Phase = Phase.ADMITTED
     attempts: list[Attempt] = field(default_factory=list)
@@ -206,7 +231,9 @@ class RequestMachine:
         return self._lose_side(attempt, event.role, event.now_ns, event.code, reason)
 
     def _prefill_began(self, event: ev.PrefillBegan) -> list[Instruction]:
-        if self._current_live(event.attempt_id, event.epoch) is not None:
+        attempt = self._current_live(event.attempt_id, event.epoch)
+        if attempt is not None:
+            attempt.num_cached = event.cached_tokens
             self.journal.cached(event.now_ns, event.epoch, event.cached_tokens, event.cached_by_tier)
         return []
 
@@ -241,6 +268,7 @@ class RequestMachine:
         fresh = event.num_tokens - skip
         out: list[Instruction] = [ev.DropTokens(skip, "duplicate")] if skip else []
         if attempt.num_received == 0:
+            attempt.first_token_ns = event.now_ns
             self.journal.first_token(event.now_ns, attempt.epoch)
             self.phase = Phase.DELIVERING if self.first_delta_sent else Phase.DECODING
         attempt.num_received += fresh
@@ -386,6 +414,8 @@ class RequestMachine:
 
     def _lose_side(self, attempt: Attempt, role: Role, now_ns: int, reason: str, message: str) -> list[Instruction]:
         """A side is over. That ends the attempt unless the side had nothing left to do for it."""
+        # A transfer has two ends, and the one that tells of its failure need not be the one that failed.
+        attempt.blamed.update(ROLES if reason == "transfer_failed" else (role,))
         return self._lose(attempt, now_ns, reason, message) if self._needs(attempt, role) else []
 
     def _lose(self, attempt: Attempt, now_ns: int, reason: str, message: str) -> list[Instruction]:
@@ -438,13 +468,13 @@ class RequestMachine:
         """Does what had to wait for a fence: repeat or fail the request, close the books."""
         out: list[Instruction] = []
         if self._pending_retry and self.current is not None and self.current.is_fenced and not self.is_ended:
-            verdict = self.may_run_again()
+            verdict = self._ask_to_repeat(self.current, now_ns)
             self.journal.decided(now_ns, self.current.epoch, verdict)
             self._pending_retry = False
             if verdict.allowed:
                 self.phase = Phase.ROUTED
                 self.journal.phase(now_ns, self.phase.value)
-                failed_on = {ref.incarnation for a in self.attempts for ref in a.workers.values()}
+                failed_on = {a.workers[role].incarnation for a in self.attempts for role in a.blamed}
                 out.append(ev.RouteAgain(tuple(sorted(failed_on))))
             else:
                 status, code, retryable = _http_failure(self._failure[0])
@@ -456,6 +486,34 @@ class RequestMachine:
             generated = sum(attempt.num_generated for attempt in self.attempts)
             out.append(ev.Close(generated, self.num_delivered, self._discard_reason))
         return out
+
+    def _ask_to_repeat(self, lost: Attempt, now_ns: int) -> Verdict:
+        """Decides on another attempt; what lies outside of this request is asked last and written down first."""
+        verdict = self.may_run_again()
+        if not verdict.allowed:
+            return verdict
+        # What a prefill has handed over is in the store, whatever became of its decode.
+        reprefill_tokens = 0 if lost.handed_off else max(0, self.terms.num_prompt_tokens - lost.num_cached)
+        refused = self._refusal(lost, reprefill_tokens, now_ns)
+        self.journal.asked(now_ns, lost.epoch, refused=refused, reprefill_tokens=reprefill_tokens)
+        if refused is None:
+            return verdict
+        self._failure = (self._failure[0], f"{self._failure[1]}; not repeated: {refused}")
+        return Verdict(False, refused)
+
+    def _refusal(self, lost: Attempt, reprefill_tokens: int, now_ns: int) -> str | None:
+        terms = self.terms
+        if terms.max_reprefill_tokens is not None and reprefill_tokens > terms.max_reprefill_tokens:
+            return f"it would compute {reprefill_tokens} prompt tokens, the limit is {terms.max_reprefill_tokens}"
+        if terms.deadline_ns is not None:
+            # As far as is known: the time that the lost attempt took to its first token.
+            needed_ns = lost.first_token_ns - lost.started_ns if lost.first_token_ns is not None else 0
+            if now_ns + needed_ns >= terms.deadline_ns:
+                self._failure = ("deadline", self._failure[1])
+                return "the request's deadline is too near"
+        if terms.budget is not None and not terms.budget.take(now_ns):
+            return "the retry budget of all requests is spent"
+        return None
 
     # --- helpers --------------------------------------------------------------------------------------------
 

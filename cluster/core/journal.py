@@ -41,6 +41,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     """Nothing of the current attempt can be published any more."""
     num_attempts: int
     max_attempts: int
+    refused: str | None = None
+    """What price, deadline or the shared budget said against another attempt, when they were asked."""
 
 
 def may_run_again(facts: Facts) -> Verdict:
@@ -55,6 +57,8 @@ def may_run_again(facts: Facts) -> Verdict:
         return Verdict(False, "the current attempt can still publish")
     if facts.num_attempts >= facts.max_attempts:
         return Verdict(False, f"{facts.num_attempts} of {facts.max_attempts} attempts are used")
+    if facts.refused is not None:
+        return Verdict(False, facts.refused)
     return Verdict(True, "nothing was sent and the old attempt is fenced")
 
 
@@ -105,6 +109,9 @@ class Journal:
 
     def attempt_ended(self, now_ns: int, epoch: int, reason: str, *, is_complete: bool, message: str = "") -> None:
         self._keep(now_ns, "attempt_ended", epoch=epoch, reason=reason, is_complete=is_complete, message=message)
+
+    def asked(self, now_ns: int, epoch: int, *, refused: str | None, reprefill_tokens: int) -> None:
+        self._keep(now_ns, "retry_asked", epoch=epoch, refused=refused, reprefill_tokens=reprefill_tokens)
 
     def decided(self, now_ns: int, epoch: int, verdict: Verdict) -> None:
         self._keep(now_ns, "retry_decision", epoch=epoch, allowed=verdict.allowed, why=verdict.why)
@@ -188,6 +195,7 @@ class _Replay:
     max_attempts: int = 1
     dispatched: set[str] = field(default_factory=set)
     fenced: set[str] = field(default_factory=set)
+    refused: str | None = None
 
     def take(self, entry: Mapping[str, Any]) -> None:
         match entry["event"]:
@@ -195,10 +203,13 @@ class _Replay:
                 self.epoch = entry["epoch"]
                 self.max_attempts = self.epoch + entry["remaining_attempts"]
                 self.dispatched, self.fenced = set(), set()
+                self.refused = None
             case "dispatched" if entry["epoch"] == self.epoch:
                 self.dispatched.add(entry["role"])
             case "fenced" if entry["epoch"] == self.epoch:
                 self.fenced.add(entry["role"])
+            case "retry_asked" if entry["epoch"] == self.epoch:
+                self.refused = entry["refused"]
             case "first_delta_sent":
                 self.sent = True
             case "attempt_ended" if entry["epoch"] == self.epoch:
@@ -214,6 +225,7 @@ class _Replay:
             is_fenced=self.dispatched <= self.fenced,
             num_attempts=self.epoch,
             max_attempts=self.max_attempts,
+            refused=self.refused,
         )
 
 

@@ -18,8 +18,10 @@ from prometheus_client import CollectorRegistry
 from cluster.config import Config
 from cluster.core import attempt_events as ev
 from cluster.core.attempt_events import WorkerRef
-from cluster.core.attempts import Phase, RequestMachine
-from cluster.core.routing import Candidate, NoPair, choose_pair
+from cluster.core.attempts import Phase, RequestMachine, RetryTerms
+from cluster.core.policy import Policy
+from cluster.core.retry_budget import RetryBudget
+from cluster.core.routing import Candidate, CoolDown, NoPair, choose_pair
 from cluster.ingress.api.backend import Backend, Generation, ReadyState
 from cluster.ingress.api.errors import InvalidRequest, Overloaded
 from cluster.ingress.fleet import Fleet
@@ -87,6 +89,10 @@ class RelayBackend(Backend):
         self._running: dict[str, RunningRequest] = {}
         self._by_attempt: dict[str, RunningRequest] = {}
         self._policy = PolicySource(config)
+        # Each ingress has its share, so that no retry has to ask another process first.
+        self._budget = RetryBudget(config.attempts.cluster_retry_tokens_per_s / config.ingress.replicas)
+        self._metrics.watch_budget(self._budget)
+        self._cool = CoolDown()
         self._book = RecordBook(me.incarnation, lease_ms=config.attempts.lease_ms)
         rejected = self._metrics.rejected_connections
         rejected.labels("relay").set_function(lambda: self._relay.rejected)
@@ -152,12 +158,19 @@ class RelayBackend(Backend):
         return self._fleet.ready()
 
     async def submit(
-        self, spec: GenerationSpec, *, request_id: str, stream: bool, label: str | None, tenant: str
+        self,
+        spec: GenerationSpec,
+        *,
+        request_id: str,
+        stream: bool,
+        label: str | None,
+        tenant: str,
+        client_retries: int = 0,
     ) -> Generation:
         if len(self._running) >= self._config.limits.max_queued_requests:
             raise Overloaded(f"{len(self._running)} requests are waiting or running here already.", retry_after_s=1)
         policy = self._policy.current
-        machine = RequestMachine(request_id, stream, max_attempts=policy.max_attempts, admitted_ns=self._clock_ns())
+        machine = self._machine(request_id, spec, policy, stream, client_retries)
         request = RunningRequest(
             spec,
             machine=machine,
@@ -170,6 +183,7 @@ class RelayBackend(Backend):
                 "model_revision": self._model_revision,
                 "lease_ms": self._config.attempts.lease_ms,
                 "policy": {"version": policy.version, "digest": policy.digest},
+                "client_retries": client_retries,
             },
         )
         pair = self._choose(request, ())
@@ -183,6 +197,29 @@ class RelayBackend(Backend):
             )
         self.route(request, ())
         return request
+
+    def _machine(
+        self, request_id: str, spec: GenerationSpec, policy: Policy, stream: bool, client_retries: int
+    ) -> RequestMachine:
+        now_ns = self._clock_ns()
+        if client_retries:
+            self._budget.charge(now_ns)
+        deadline_ms = self._config.attempts.deadline_ms
+        return RequestMachine(
+            request_id,
+            stream,
+            # Whoever repeats it, the gateway or the client's library: it is the same prefill.
+            max_attempts=max(1, policy.max_attempts - client_retries),
+            admitted_ns=now_ns,
+            lease_ms=self._config.attempts.lease_ms,
+            model=self._model_revision,
+            terms=RetryTerms(
+                num_prompt_tokens=len(spec.prompt_token_ids),
+                max_reprefill_tokens=policy.max_reprefill_tokens,
+                deadline_ns=None if deadline_ms is None else now_ns + deadline_ms * 1_000_000,
+                budget=self._budget,
+            ),
+        )
 
     async def request_record(self, request_id: str, *, tenant: str) -> dict[str, Any] | None:
         running = self._running.get(request_id)
@@ -309,6 +346,8 @@ class RelayBackend(Backend):
                 end=delta.end,
             )
             request.step(event, delta)
+            if delta.end is not None:
+                self._cool.succeeded(frame.incarnation)
 
     def _on_attempt_message(self, request: RunningRequest, link: WorkerLink, message: Any) -> None:
         about: dict[str, Any] = {"now_ns": self._clock_ns(), "attempt_id": message.attempt_id, "epoch": message.epoch}
@@ -330,9 +369,11 @@ class RelayBackend(Backend):
                     "compute": message.compute_ns,
                     "hand_off": message.hand_off_ns,
                 }
+                self._cool.succeeded(link.incarnation)
                 request.step(ev.PrefillEnded(**about, spans_ns=spans))
             case AttemptFault():
                 role = self._role_of(request, link)
+                self._cool.failed(link.incarnation, about["now_ns"])
                 request.step(ev.AttemptFaulted(**about, role=role, reason=message.reason, message=message.message))
             case CancelAck():
                 self._on_cancel_ack(request, link, message, about)
@@ -362,8 +403,8 @@ class RelayBackend(Backend):
 
     def route(self, generation: RunningRequest, avoid: tuple[str, ...]) -> None:
         """Chooses a pair and starts an attempt on it."""
-        pair = self._choose(generation, avoid)
         now_ns = self._clock_ns()
+        pair = self._choose(generation, (*avoid, *self._cool.set_aside(now_ns)))
         if isinstance(pair, NoPair):
             generation.step(ev.NoRoute(now_ns=now_ns, message=pair.why))
             return

@@ -102,6 +102,10 @@ class RunningRequest(Generation):
     def cached_tokens(self) -> int:
         return self._cached_tokens
 
+    @property
+    def has_restarted(self) -> bool:
+        return any(isinstance(item, Restarted) for item in self._queue)
+
     async def next(self) -> GenerationEvent:
         while not self._queue:
             self._arrived.clear()

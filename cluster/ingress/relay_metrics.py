@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cluster.core.attempt_events import Close
+from cluster.core.retry_budget import RetryBudget
 
 
 class RelayMetrics:
@@ -26,12 +27,24 @@ class RelayMetrics:
         self.stale_messages = Counter(
             "kopir_stale_messages", "Messages about attempts that are over.", registry=registry
         )
+        self._retries = Gauge(
+            "kopir_retries",
+            "Repeated attempts so far: taken from the budget, refused by it, and charged for clients' own.",
+            ("outcome",),
+            registry=registry,
+        )
         self.rejected_connections = Gauge(
             "kopir_rejected_connections",
             "Connections to one of the ingress's own ports that failed the handshake.",
             ("port",),
             registry=registry,
         )
+
+    def watch_budget(self, budget: RetryBudget) -> None:
+        """Shows what a budget has counted."""
+        self._retries.labels("taken").set_function(lambda: budget.num_taken)
+        self._retries.labels("refused").set_function(lambda: budget.num_refused)
+        self._retries.labels("charged").set_function(lambda: budget.num_charged)
 
     def account(self, close: Close) -> None:
         """Books one closed request."""

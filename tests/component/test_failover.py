@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
-from mini_cluster import LEASE_MS, SETTLE_S, MiniCluster, make_spec, until
+from mini_cluster import LEASE_MS, SETTLE_S, MiniCluster, collect, make_spec, until
 
 from cluster.core.journal import replay
-from cluster.ingress.api.backend import Ended, Generation, Interrupted, TokenBatch
+from cluster.ingress.api.backend import Ended, Generation, Interrupted, Restarted, TokenBatch
+from cluster.ingress.api.errors import UpstreamFailed
+from kvstore.net.host import boottime_ns
 from workers import decode_attempt
 
 MakeCluster = Callable[..., MiniCluster]
@@ -137,3 +141,192 @@ async def test_what_the_ring_no_longer_has_is_a_fault(
     assert machine.num_delivered == len(tokens)
     await cluster.at_rest()
     assert replay(machine.journal.entries).is_sufficient
+
+
+# --- another attempt ------------------------------------------------------------------------------------------------
+
+
+class fail_engine:
+    """From now on the engine of one worker raises instead of computing; ``times`` None: for ever."""
+
+    def __init__(self, cluster: MiniCluster, name: str, times: int | None = None) -> None:
+        engine = cluster.worker(name)._engine._engine
+        self.num_failed = 0
+        right = engine.forward
+
+        def forward(chunks: Any) -> Any:
+            if times is not None and self.num_failed >= times:
+                return right(chunks)
+            self.num_failed += 1
+            raise RuntimeError("planted fault")
+
+        engine.forward = forward
+
+
+async def record_of(cluster: MiniCluster, request_id: str = "req-1") -> dict[str, Any]:
+    """Returns the closed record of a request; its journal explains every decision."""
+    await cluster.at_rest()
+    record = await cluster.backend.request_record(request_id, tenant="t")
+    assert record is not None
+    replayed = replay(record["events"])
+    assert replayed.is_sufficient, record["events"]
+    return record
+
+
+def publishing(record: dict[str, Any]) -> list[tuple[int, int]]:
+    """Returns the spans in which each attempt could publish, by the ingress's clock."""
+    fenced: dict[int, int] = {}
+    for entry in record["events"]:
+        if entry["event"] == "fenced":
+            fenced[entry["epoch"]] = max(fenced.get(entry["epoch"], 0), entry["at_ns"])
+    return [(attempt["started_ns"], fenced[attempt["epoch"]]) for attempt in record["attempts"]]
+
+
+def assert_one_after_the_other(record: dict[str, Any]) -> None:
+    """H6: no two attempts could publish at the same time."""
+    spans = publishing(record)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans)), spans
+
+
+async def test_prefill_fails_and_another_answers_whole(make_cluster: MakeCluster) -> None:
+    """H1: one complete answer after one more attempt, on the other prefill worker, with the same tokens."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "prefill", "decode")
+    fail_engine(cluster, "prefill-0")
+    spec = make_spec(100)
+    assert await collect(await cluster.submit(spec)) == (cluster.golden(spec), "length")
+    record = await record_of(cluster)
+    assert [attempt["prefill"]["worker_id"] for attempt in record["attempts"]] == ["prefill-0", "prefill-1"]
+    assert [attempt["epoch"] for attempt in record["attempts"]] == [1, 2]
+    assert record["attempts"][0]["end_reason"] == "engine_fault"
+    assert_one_after_the_other(record)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_that_nobody_saw_are_void(make_cluster: MakeCluster, stream: bool) -> None:
+    """H2: decode is lost with tokens at the ingress and none with the client; the new run starts from the first."""
+    cluster = make_cluster(**{BACKLOG: 6})
+    await cluster.start("prefill", "decode", "decode")
+    spec = make_spec(40, 60, temperature=0.8, seed=7)
+    generation = await cluster.submit(spec, stream=stream)
+    machine = cluster.backend._running["req-1"].machine
+    await until(lambda: machine.current.num_received == 6)
+    first = machine.current
+    fail_engine(cluster, first.workers["decode"].worker_id)
+    # The client asks for more, so that the lost worker computes, and fails.
+    event = await generation.next()
+    assert isinstance(event, TokenBatch)
+    while not isinstance(event := await generation.next(), Restarted):
+        assert isinstance(event, TokenBatch)
+    assert await collect(generation) == (cluster.golden(spec), "length")
+    record = await record_of(cluster)
+    first_ref, second_ref = (attempt["decode"]["worker_id"] for attempt in record["attempts"])
+    assert first_ref != second_ref
+    # Its prefill was not at fault: it is used again, and finds its own blocks in the store.
+    assert len({attempt["prefill"]["incarnation"] for attempt in record["attempts"]}) == 1
+    assert_one_after_the_other(record)
+
+
+async def test_a_stopped_prefill_is_waited_out_then_another_answers(make_cluster: MakeCluster) -> None:
+    """H4: nobody can be asked whether the old attempt runs; its lease is, and then the input goes elsewhere."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "prefill", "decode")
+    spec = make_spec(100)
+    with stopped(cluster, "prefill-0"):
+        assert await collect(await cluster.submit(spec)) == (cluster.golden(spec), "length")
+    record = await record_of(cluster)
+    assert [attempt["end_reason"] for attempt in record["attempts"]] == ["lease_expired", "length"]
+    assert record["attempts"][1]["started_ns"] >= LEASE_MS * 1_000_000
+    assert_one_after_the_other(record)
+
+
+async def test_after_the_boundary_nothing_runs_again(make_cluster: MakeCluster) -> None:
+    """H3: with a second pair at hand and budget left, the stream still only ends."""
+    cluster = make_cluster(**{BACKLOG: 4})
+    await cluster.start("prefill", "prefill", "decode", "decode")
+    generation = await cluster.submit(make_spec(40, 100))
+    tokens = await first_delta(generation)
+    fail_engine(cluster, cluster.backend._running["req-1"].machine.current.workers["decode"].worker_id)
+    end = await read_on(generation, tokens)
+    assert isinstance(end, Interrupted) and end.reason == "engine_fault"
+    record = await record_of(cluster)
+    assert len(record["attempts"]) == 1
+
+
+async def test_the_second_failure_is_an_error(make_cluster: MakeCluster) -> None:
+    """A budget of two attempts: the client is told, and told not to repeat it by itself."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "decode")
+    fail_engine(cluster, "prefill-0")
+    with pytest.raises(UpstreamFailed, match="planted fault") as failed:
+        await collect(await cluster.submit(make_spec()))
+    assert (failed.value.status, failed.value.should_retry) == (502, False)
+    assert len((await record_of(cluster))["attempts"]) == 2
+
+
+async def test_the_same_worker_is_asked_again_when_it_is_the_only_one(make_cluster: MakeCluster) -> None:
+    """A fault that passes costs one more attempt, not the answer."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "decode")
+    fail_engine(cluster, "prefill-0", times=1)
+    spec = make_spec()
+    assert await collect(await cluster.submit(spec)) == (cluster.golden(spec), "length")
+    assert len((await record_of(cluster))["attempts"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "client_retries", "why"),
+    [
+        ({"attempts.max_attempts": 1}, 0, "planted fault"),
+        ({"attempts.cluster_retry_tokens_per_s": 0}, 0, "retry budget of all requests is spent"),
+        ({"attempts.max_reprefill_tokens": 50}, 0, "would compute 100 prompt tokens, the limit is 50"),
+        ({}, 1, "planted fault"),
+    ],
+)
+async def test_what_forbids_another_attempt(
+    make_cluster: MakeCluster, settings: dict[str, Any], client_retries: int, why: str
+) -> None:
+    """Policy, shared budget, price, and what the client's library has repeated already; the journal says which."""
+    cluster = make_cluster(**settings)
+    await cluster.start("prefill", "prefill", "decode")
+    fail_engine(cluster, "prefill-0")
+    generation = await cluster.submit(make_spec(100), client_retries=client_retries)
+    with pytest.raises(UpstreamFailed, match=why) as failed:
+        await collect(generation)
+    assert (failed.value.status, failed.value.should_retry) == (502, False)
+    record = await record_of(cluster)
+    assert len(record["attempts"]) == 1
+    (decision,) = (entry for entry in record["events"] if entry["event"] == "retry_decision")
+    assert decision["allowed"] is False
+
+
+async def test_a_retry_that_would_come_too_late_is_a_timeout(make_cluster: MakeCluster) -> None:
+    """The deadline ends the request while it waits for a silent worker: 504, and nothing runs behind it."""
+    cluster = make_cluster(**{"attempts.deadline_ms": LEASE_MS // 2})
+    await cluster.start("prefill", "prefill", "decode")
+    with stopped(cluster, "prefill-0"):
+        with pytest.raises(UpstreamFailed) as failed:
+            await collect(await cluster.submit(make_spec(100)))
+        assert (failed.value.status, failed.value.code) == (504, "deadline_exceeded")
+    assert len((await record_of(cluster))["attempts"]) == 1
+
+
+async def test_a_worker_that_fails_everything_is_set_aside(make_cluster: MakeCluster) -> None:
+    """F34: after a few failures requests go elsewhere at once; after its cool-down the worker is tried again."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "prefill", "decode")
+    failing = fail_engine(cluster, "prefill-0")
+    num_attempts = []
+    for number in range(50):
+        await collect(await cluster.submit(make_spec(40, 4, salt=number), f"req-{number}"))
+        record = await cluster.backend.request_record(f"req-{number}", tenant="t")
+        assert record is not None
+        num_attempts.append(len(record["attempts"]))
+    assert failing.num_failed <= 5, num_attempts
+    assert sum(num == 1 for num in num_attempts[10:]) >= 36, num_attempts
+    await cluster.at_rest()
+    incarnation = cluster.workers["prefill-0"][1].incarnation
+    await until(lambda: incarnation not in cluster.backend._cool.set_aside(boottime_ns()))
+    seen = failing.num_failed
+    await collect(await cluster.submit(make_spec(40, 4, salt=99), "req-99"))
+    assert failing.num_failed == seen + 1, "it was not probed again"

@@ -52,6 +52,7 @@ class Answer(ABC):
         tenant: str,
         arrived_s: float,
         hold: KeyHold | None = None,
+        client_retries: int = 0,
     ) -> None:
         self._services = services
         self._plan = plan
@@ -60,6 +61,7 @@ class Answer(ABC):
         self._tenant = tenant
         self._arrived_s = arrived_s
         self._hold = hold
+        self._client_retries = client_retries
         self._choices = [
             Choice(index, plan, services.tokenizer.table, call_ids=partial(_call_id, request_id, index))
             for index in range(plan.num_choices)
@@ -194,6 +196,7 @@ class Answer(ABC):
             stream=self._plan.stream,
             label=self._label,
             tenant=self._tenant,
+            client_retries=self._client_retries,
         )
 
     async def _consume(self, send: Send) -> str:
@@ -205,6 +208,8 @@ class Answer(ABC):
             while any(choice.finish is None for choice in self._choices):
                 choice, event = await events.next()
                 if isinstance(event, TokenBatch | Ended):
+                    if choice.started.has_restarted:
+                        continue  # Its attempt was lost between the giving and the taking of this event.
                     for other in self._choices:
                         if other.generation is None:
                             await self._submit(other)
@@ -215,6 +220,11 @@ class Answer(ABC):
                     if not self._started:
                         raise UpstreamFailed(event.message, code="upstream_failed")
                     await self._interrupt(send, event)
+                    return "interrupted"
+                if isinstance(event, Restarted) and self._started:
+                    # One boundary for all choices: after the first delta of any, none runs again.
+                    await self._cancel("gateway_fault")
+                    await self._interrupt(send, Interrupted("engine_fault", event.attempt_id, "an attempt was lost"))
                     return "interrupted"
                 if isinstance(event, Restarted):
                     self._services.metrics.generated_tokens.inc(choice.restart())

@@ -47,6 +47,7 @@ from kvstore.errors import KopirError
 logger = logging.getLogger(__name__)
 
 MAX_LABEL_CHARS = 128
+CLIENT_RETRIES_MAX = 16
 
 Scope = Any
 
@@ -142,6 +143,7 @@ class GenerationEndpoint:
             # Behind the proxy the client's own id arrives under another name, see ``proxy_edge``.
             label=_label(headers.get("x-kopir-label", headers.get("x-request-id"))),
             tenant=tenant.name,
+            client_retries=_client_retries(headers.get("x-stainless-retry-count")),
             arrived_s=arrived_s,
             hold=hold,
         )
@@ -259,6 +261,11 @@ async def _replay(row: KeyRow, send: Send) -> None:
 
 def _json(value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(encode_json(value), status_code=status, headers=headers, media_type="application/json")
+
+
+def _client_retries(value: str | None) -> int:
+    """Returns how often the client's library has sent this request before, as it says; 0 where it says nothing."""
+    return min(int(value), CLIENT_RETRIES_MAX) if value is not None and value.isascii() and value.isdigit() else 0
 
 
 def _label(value: str | None) -> str | None:

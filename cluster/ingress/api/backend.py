@@ -96,6 +96,11 @@ class Generation(ABC):
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed; final when the first batch has been given out."""
 
+    @property
+    def has_restarted(self) -> bool:
+        """True when a ``Restarted`` waits to be read: what ``next()`` gave before is void and must not be written."""
+        return False
+
     @abstractmethod
     async def next(self) -> GenerationEvent:
         """Waits for the next event. Asking is what grants the worker credit: a slow reader asks late.
@@ -144,9 +149,17 @@ class Backend(ABC):
 
     @abstractmethod
     async def submit(
-        self, spec: GenerationSpec, *, request_id: str, stream: bool, label: str | None, tenant: str
+        self,
+        spec: GenerationSpec,
+        *,
+        request_id: str,
+        stream: bool,
+        label: str | None,
+        tenant: str,
+        client_retries: int = 0,
     ) -> Generation:
-        """Admits a request. ``label`` is the client's own x-request-id, for logs only.
+        """Admits a request. ``label`` is the client's own x-request-id, for logs only; ``client_retries`` says how
+        often its library has sent this request before, which counts as attempts.
 
         Raises: BadInput -> 400; NoCapacity -> 503; any ApiError as it says (``NotReady``, ``Overloaded``,
         ``UpstreamFailed``).

@@ -8,7 +8,9 @@ import pytest
 
 from cluster.core import attempt_events as ev
 from cluster.core.attempt_events import WorkerRef
-from cluster.core.attempts import Phase, RequestMachine
+from cluster.core.attempts import Phase, RequestMachine, RetryTerms
+from cluster.core.journal import replay
+from cluster.core.retry_budget import RetryBudget
 
 P0 = WorkerRef(worker_id="prefill-0", incarnation="p0#1", pid=1, node="n")
 D0 = WorkerRef(worker_id="decode-0", incarnation="d0#1", pid=2, node="n")
@@ -21,9 +23,21 @@ SECOND: dict[str, Any] = {"attempt_id": "att-2", "epoch": 2}
 class Driver:
     """Feeds a machine events at rising times and checks its invariants after each."""
 
-    def __init__(self, *, max_attempts: int = 2, stream: bool = True, told_by_event: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        max_attempts: int = 2,
+        stream: bool = True,
+        told_by_event: bool = False,
+        terms: RetryTerms | None = None,
+    ) -> None:
         self.machine = RequestMachine(
-            "req-1", stream, max_attempts=max_attempts, admitted_ns=0, told_by_event=told_by_event
+            "req-1",
+            stream,
+            max_attempts=max_attempts,
+            admitted_ns=0,
+            told_by_event=told_by_event,
+            terms=terms or RetryTerms(),
         )
         self.now_ns = 0
 
@@ -93,7 +107,7 @@ def test_the_boundary_is_the_mark_not_the_generation() -> None:
     """A3: ten tokens computed and none written may be repeated; one written may not."""
     computed = Driver().decode(10)
     orders = computed(ev.WorkerGone, incarnation="d0#1")
-    assert orders == [ev.RouteAgain(("d0#1", "p0#1"))]
+    assert orders == [ev.RouteAgain(("d0#1",))]
     written = Driver().decode(10)
     written(ev.FirstDelta)
     assert written(ev.WorkerGone, incarnation="d0#1") == [
@@ -107,7 +121,7 @@ def test_prefill_death_is_fenced_on_both_sides_before_the_next_attempt() -> None
     driver = Driver().prefill()
     assert driver(ev.WorkerGone, incarnation="p0#1") == cancels("decode", "worker_exited")
     assert not driver.machine.may_run_again().allowed
-    assert driver(ev.CancelAcked, **FIRST, role="decode", num_generated=0) == [ev.RouteAgain(("d0#1", "p0#1"))]
+    assert driver(ev.CancelAcked, **FIRST, role="decode", num_generated=0) == [ev.RouteAgain(("p0#1",))]
     assert driver.phase is Phase.ROUTED
     assert driver.route(2) == [ev.SendReserve("att-2", 2)]
 
@@ -117,7 +131,7 @@ def test_a_sent_cancel_fences_nothing_and_the_end_of_the_lease_does() -> None:
     driver = Driver().prefill()
     driver(ev.AttemptFaulted, **FIRST, role="prefill", reason="engine_fault", message="oom")
     assert not driver.machine.current.is_fenced  # type: ignore[union-attr]
-    assert driver(ev.TimerFired, **FIRST, role="decode") == [ev.RouteAgain(("d0#1", "p0#1"))]
+    assert driver(ev.TimerFired, **FIRST, role="decode") == [ev.RouteAgain(("p0#1",))]
 
 
 def test_a_lost_link_alone_moves_nothing() -> None:
@@ -135,7 +149,7 @@ def test_a_link_that_stays_lost_for_a_lease_is_revoked_then_fenced() -> None:
     driver(ev.LinkLost, incarnation="d0#1")
     assert driver(ev.TimerFired, **FIRST, role="decode") == [
         ev.SendCancel("att-1", 1, "decode", "network_cut"),
-        ev.RouteAgain(("d0#1", "p0#1")),
+        ev.RouteAgain(("d0#1",)),
     ]
 
 
@@ -364,3 +378,43 @@ def test_first_delta_without_a_token_is_a_programming_error() -> None:
     driver = Driver().prefill()
     with pytest.raises(AssertionError, match="no token"):
         driver(ev.FirstDelta)
+
+
+# --- what another attempt may cost --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("terms", "status", "why"),
+    [
+        (RetryTerms(budget=RetryBudget(0.0)), 502, "the retry budget of all requests is spent"),
+        (RetryTerms(num_prompt_tokens=65, max_reprefill_tokens=64), 502, "would compute 65 prompt tokens"),
+        (RetryTerms(deadline_ns=1), 504, "deadline is too near"),
+    ],
+)
+def test_price_budget_and_deadline_refuse_another_attempt(terms: RetryTerms, status: int, why: str) -> None:
+    """G3, G1: the client gets an ordinary error that names the reason; the journal alone explains it."""
+    driver = Driver(terms=terms).prefill()
+    driver(ev.WorkerGone, incarnation="p0#1")
+    (failure, _) = driver(ev.CancelAcked, **FIRST, role="decode", num_generated=0)
+    assert (failure.status, failure.retryable_by_client) == (status, False) and why in failure.message
+    replayed = replay(driver.machine.journal.entries)
+    assert replayed.is_sufficient and why in replayed.decisions[0].why
+
+
+def test_what_the_store_has_costs_nothing_again() -> None:
+    """G3: the price is what must be computed: less what prefill found, nothing once it had handed over."""
+    terms = RetryTerms(num_prompt_tokens=100, max_reprefill_tokens=20)
+    found = Driver(terms=terms).prefill()
+    found(ev.PrefillBegan, **FIRST, cached_tokens=80)
+    found(ev.WorkerGone, incarnation="p0#1")
+    assert found(ev.CancelAcked, **FIRST, role="decode", num_generated=0) == [ev.RouteAgain(("p0#1",))]
+    handed_over = Driver(terms=terms).decode()
+    assert handed_over(ev.WorkerGone, incarnation="d0#1") == [ev.RouteAgain(("d0#1",))]
+
+
+def test_a_failed_transfer_blames_both_ends() -> None:
+    """The side that tells of it need not be the one that failed."""
+    driver = Driver().prefill()
+    driver(ev.AttemptFaulted, **FIRST, role="prefill", reason="transfer_failed", message="no answer")
+    orders = driver(ev.CancelAcked, **FIRST, role="decode", num_generated=0)
+    assert orders == [ev.RouteAgain(("d0#1", "p0#1"))]

@@ -150,6 +150,7 @@ def test_entries_tell_how_each_side_was_fenced() -> None:
         ("fenced", "prefill", "fault"),
         ("attempt_ended", None, None),
         ("fenced", "decode", "lease_ran_out"),
+        ("retry_asked", None, None),
         ("retry_decision", None, None),
         ("attempt_started", None, None),
         ("dispatched", "decode", None),

@@ -131,6 +131,7 @@ class FakeBackend(Backend):
         self.submit_cancelled = asyncio.Event()
         self.specs: list[GenerationSpec] = []
         self.labels: list[str | None] = []
+        self.client_retries: list[int] = []
         self.generations: list[FakeGeneration] = []
         self.records: dict[str, dict[str, Any]] = {}
 
@@ -138,8 +139,16 @@ class FakeBackend(Backend):
         return self.state
 
     async def submit(
-        self, spec: GenerationSpec, *, request_id: str, stream: bool, label: str | None, tenant: str
+        self,
+        spec: GenerationSpec,
+        *,
+        request_id: str,
+        stream: bool,
+        label: str | None,
+        tenant: str,
+        client_retries: int = 0,
     ) -> Generation:
+        self.client_retries.append(client_retries)
         self.specs.append(spec)
         self.labels.append(label)
         try:

@@ -152,3 +152,16 @@ async def test_records_and_cancels_reach_every_choice(world: World) -> None:
     assert cancelled == {"phase": "cancelled", "choices": [{"phase": "cancelled"}]}
     world.backend.records = {"req-8": {"phase": "decoding"}}
     assert (await world.http.get("/v1/requests/req-8")).json() == {"phase": "decoding"}
+
+
+async def test_no_choice_runs_again_once_another_has_been_seen(world: World) -> None:
+    """n > 1 has one boundary: the stream ends by the error event, and the new attempt's text never shows."""
+    world.backend.scripts = [
+        [*batches(world.encode("hello")), Ended("stop")],
+        [Gate(), Restarted("att-2"), *batches(world.encode("new text")), Ended("stop")],
+    ]
+    gate: Any = world.backend.scripts[1][0]
+    gate.open.set()
+    response = await world.chat(n=2, stream=True)
+    assert events(response.content)[-1]["error"]["code"] == "upstream_decode_interrupted"
+    assert "[DONE]" not in response.text and "new text" not in response.text

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from cluster.ingress.api.backend import Ended, Interrupted
-from cluster.ingress.api.errors import UpstreamFailed
+from cluster.ingress.api.errors import NotReady, UpstreamFailed
 
 from .conftest import World
 from .fakes import MODEL_ID, batches
@@ -141,3 +141,20 @@ async def test_sixteen_streams_at_once_do_not_mix(world: World) -> None:
         answers = await asyncio.gather(*(one() for _ in range(16)))
     assert len({answer_id for answer_id, _ in answers}) == 16
     assert {text for _, text in answers} == {TEXT}
+
+
+async def test_what_the_client_repeats_by_itself_counts_as_attempts(world: World, client: openai.AsyncOpenAI) -> None:
+    """The library sends a 503 again and says so; the backend is told how often."""
+    world.play("hello")
+    world.backend.submit_errors = [NotReady("not yet", retry_after_s=0), None]
+    answer = await client.completions.create(model=MODEL_ID, prompt="x")
+    assert answer.choices[0].text == "hello"
+    assert world.backend.client_retries == [0, 1]
+
+
+async def test_a_502_of_a_spent_budget_is_not_repeated(world: World, client: openai.AsyncOpenAI) -> None:
+    """``x-should-retry: false``: one submission, one error."""
+    world.backend.submit_errors = [UpstreamFailed("spent")] * 3
+    with pytest.raises(openai.InternalServerError):
+        await client.completions.create(model=MODEL_ID, prompt="x")
+    assert world.backend.client_retries == [0]
