@@ -18,8 +18,9 @@ from ..golden import Golden, make_prompt
 from ..leaving import send, stream_in
 
 ERROR_WITHIN_S = 2.0
-LONG = 1900
-"""Prompt tokens: more than a second of prefill."""
+LEASE_S = 2.0
+LONG = 1000
+"""Prompt tokens: long enough to be killed in the middle of prefill."""
 
 
 def workers_of(cluster: Cluster, request_id: str) -> dict[str, dict[str, Any]]:
@@ -39,42 +40,104 @@ def wait_replaced(cluster: Cluster, dead: dict[str, Any]) -> None:
     assert cluster.workers()[dead["worker_id"]]["pid"] != dead["pid"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_prefill_dies_before_the_first_delta(
-    whole: Cluster, client: openai.OpenAI, golden_bf16: Golden, stream: bool
-) -> None:
-    """An ordinary HTTP error within two seconds, decode's reservation free, a new life, the next request answered."""
-    answers: list[httpx.Response] = []
-    times: list[float] = []
-    body = raw_body(prompt=make_prompt(100 + stream, LONG), max_tokens=8, stream=stream)
+def publishing_spans(record: dict[str, Any]) -> list[tuple[int, int]]:
+    """Returns (started, surely stopped) of each attempt in nanoseconds of the ingress's clock, from the journal."""
+    fenced = {entry["epoch"]: entry["at_ns"] for entry in record["events"] if entry["event"] == "fenced"}
+    return [(attempt["started_ns"], fenced[attempt["epoch"]]) for attempt in record["attempts"]]
+
+
+def post_beside(cluster: Cluster, answers: list[httpx.Response], **body: Any) -> threading.Thread:
+    """Sends a completion from a thread; its answer is put into ``answers``."""
 
     def post() -> None:
-        with httpx.Client(base_url=whole.url, timeout=30) as http:
-            answers.append(http.post("/v1/completions", content=body))
-        times.append(time.monotonic())
+        with httpx.Client(base_url=cluster.url, timeout=30) as http:
+            answers.append(http.post("/v1/completions", content=raw_body(**body)))
 
     thread = threading.Thread(target=post)
     thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_prefill_dies_before_the_first_delta(whole: Cluster, golden_bf16: Golden, stream: bool) -> None:
+    """H1, F22: one complete answer by one more attempt on the other worker, the tokens of a quiet run, a new life."""
+    prompt = make_prompt(100 + stream, LONG)
+    answers: list[httpx.Response] = []
+    thread = post_beside(whole, answers, prompt=prompt, max_tokens=8, stream=stream)
     request_id = stream_in(whole, "prefilling")
     dead = workers_of(whole, request_id)["prefill"]
+    os.kill(dead["pid"], signal.SIGKILL)
+    thread.join(30)
+    (answer,) = answers
+    assert answer.status_code == 200, answer.text
+    if stream:
+        *chunks, done = events(answer.content)
+        assert done == "[DONE]"
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    else:
+        choices = answer.json()["choices"]
+    right = golden_bf16.run(prompt, 8)
+    assert "".join(choice["text"] for choice in choices) == right.text
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == [right.finish_reason]
+    wait_replaced(whole, dead)
+    whole.wait_idle()
+    record = whole.record(request_id)
+    assert record["phase"] == "finished"
+    first, second = record["attempts"]
+    assert first["end_reason"] == "worker_exited"
+    assert second["prefill"]["worker_id"] != dead["worker_id"] and (first["epoch"], second["epoch"]) == (1, 2)
+    (_, stopped_ns), (started_ns, _) = publishing_spans(record)
+    assert stopped_ns <= started_ns, "two attempts could publish at the same time"
+
+
+def test_decode_dies_before_anything_was_sent(whole: Cluster) -> None:
+    """H2, F22: nobody else can decode, so the answer is an ordinary error at once; no fragment, a new life."""
+    answers: list[httpx.Response] = []
+    # Not streamed: the boundary is the first byte of the body, so tokens are computed and none is with the client.
+    thread = post_beside(whole, answers, prompt=make_prompt(111, 30), max_tokens=400, ignore_eos=True)
+    request_id = stream_in(whole, "decoding")
+    dead = workers_of(whole, request_id)["decode"]
     killed_s = time.monotonic()
     os.kill(dead["pid"], signal.SIGKILL)
     thread.join(30)
-    assert times and times[0] - killed_s < ERROR_WITHIN_S
+    assert time.monotonic() - killed_s < ERROR_WITHIN_S
     (answer,) = answers
-    assert answer.status_code == 502, answer.text
+    assert answer.status_code == 503, answer.text
     error = answer.json()["error"]
-    assert (error["type"], error["code"], error["param"]) == ("upstream_error", "upstream_failed", None)
-    assert set(error) == {"message", "type", "param", "code"}
-    assert answer.headers["x-should-retry"] == "false"
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == "no_capacity"
+    assert 0 < int(answer.headers["retry-after"]) < 120
     assert answer.headers["x-request-id"] == request_id
     wait_replaced(whole, dead)
     whole.wait_idle()
     record = whole.record(request_id)
     assert record["phase"] == "failed" and not record["first_delta_sent"]
     assert record["attempts"][0]["end_reason"] == "worker_exited"
-    prompt = make_prompt(102, 30)
-    assert ask(client, prompt=prompt, max_tokens=8).text == golden_bf16.run(prompt, 8).text
+
+
+def test_decode_that_is_stopped_for_ever_is_waited_out(whole: Cluster) -> None:
+    """B4, F44: its connections stay open; the stream ends within the lease all the same, and by the error event."""
+    body = raw_body(prompt=make_prompt(112, 30), max_tokens=500, ignore_eos=True, stream=True)
+    received, pid, stopped_s = b"", 0, 0.0
+    with (
+        httpx.Client(base_url=whole.url, timeout=30) as http,
+        http.stream("POST", "/v1/completions", content=body) as answer,
+    ):
+        dead = workers_of(whole, answer.headers["x-request-id"])["decode"]
+        for data in answer.iter_raw():
+            received += data
+            if not pid and received.count(b'"text":') > 3:
+                pid = dead["pid"]
+                os.kill(pid, signal.SIGSTOP)
+                stopped_s = time.monotonic()
+    waited_s = time.monotonic() - stopped_s
+    try:
+        last = events(received)[-1]
+        assert last["error"]["code"] == "upstream_decode_interrupted"
+        assert last["error"]["reason"] == "lease_expired"
+        assert LEASE_S / 2 < waited_s < LEASE_S + 1.5
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    whole.wait_idle()
 
 
 def test_decode_dies_after_the_fifth_delta(whole: Cluster, client: openai.OpenAI, golden_bf16: Golden) -> None:
