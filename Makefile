@@ -50,10 +50,11 @@ bench: model ## measure block transfer and serving on this machine
 bench-peers: setup ## environments of the peers that `kopir bench transfer --peers` measures (about 1 GB)
 	@$(BIN)/python -m bench.peers.environments
 
-soak: model ## long repetitions of the transport faults, the pair over a tiny store and a full disk; CI runs a slice
+soak: model ## long repetitions of transport faults, 500 random kills, the pair over a tiny store and a full disk; CI runs a slice
 	$(BIN)/python -m pytest tests/transport/test_ucx_soak.py --repeats 200 $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/e2e/pair --store tiny $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/e2e/pair --store full-disk $(PYTEST_ARGS)
+	KOPIR_SOAK_KILLS_PACED=450 KOPIR_SOAK_KILLS_REAL=50 $(BIN)/python -m pytest -s tests/kills $(PYTEST_ARGS)
 
 docs: setup ## write docs/configuration.md from the schema
 	@$(BIN)/kopir config reference --write docs/configuration.md

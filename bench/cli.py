@@ -98,3 +98,22 @@ def tiers(
     from bench.store_tiers import run_tiers
 
     return run_tiers(quick=quick, json_path=json_path, check=check, seed=seed, folder=folder)
+
+
+@app.command(epilog="Example: kopir bench failover --json failover.json --check")
+def failover(
+    quick: QuickOption = False,
+    json_path: JsonFileOption = None,
+    plot: PlotOption = None,
+    check: CheckOption = False,
+    seed: SeedOption = 1,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Configuration of the cluster; repeatable.")
+    ] = None,
+) -> int:
+    """Measure what a killed or stopped worker costs a request, before and after its first delta."""
+    from bench.failover import run_failover
+
+    return run_failover(
+        quick=quick, json_path=json_path, plot_path=plot, check=check, seed=seed, settings=settings or []
+    )

@@ -19,7 +19,6 @@ from workers.spec import WorkerSpec
 def check_supported(config: Config) -> None:
     """Refuses what the configuration can say and this version cannot do. Raises: BadInput."""
     refusals = (
-        ("workers.engine", config.workers.engine, config.workers.engine != "torch", "only torch is available yet"),
         ("kv.eviction", config.kv.eviction, config.kv.eviction != "lru", "only lru is available yet"),
         ("kv.verify", config.kv.verify, config.kv.verify != "digest", "only digest is available yet"),
         (
@@ -57,6 +56,9 @@ def make_plan(config: Config, *, model_path: Path, model: ModelConfig, cores: in
                 incarnation="",
                 node="node-0",
                 model_path=str(model_path),
+                engine=config.workers.engine,
+                step_ms=config.workers.paced.step_ms,
+                prefill_ms_per_token=config.workers.paced.prefill_ms_per_token,
                 dtype=config.dtype,
                 max_model_len=config.max_model_len,
                 block_tokens=config.kv.block_tokens,

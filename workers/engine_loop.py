@@ -16,14 +16,14 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from kvstore.core.messages import GenerationSpec, TokenLogprobs
 from kvstore.errors import FatalError
 from workers.core.scheduler import Piece, Scheduler, SchedulerLimits, StepPlan
-from workers.engine import Engine, SeqChunk
+from workers.core.sequence import EngineLimits, SeqChunk
 from workers.guide import Guide, GuideFactory
 from workers.sampling import sample
 
@@ -125,12 +125,20 @@ class _Sampled:
     error: Exception | None = None
 
 
+class ForwardEngine(Protocol):
+    """What the loop needs of an engine: ``Engine`` or ``PacedEngine``."""
+
+    limits: EngineLimits
+
+    def forward(self, chunks: Sequence[SeqChunk]) -> Tensor: ...
+
+
 class EngineLoop:
     """Runs the engine on its own thread until ``close``."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ForwardEngine,
         *,
         chunk_tokens: int,
         clock_ns: Callable[[], int],

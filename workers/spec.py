@@ -13,13 +13,16 @@ Role = Literal["prefill", "decode", "combined"]
 
 
 class WorkerSpec(Struct, frozen=True, kw_only=True):
-    """Everything one life of a worker needs. ``engine`` ``torch`` runs the model."""
+    """Everything one life of a worker needs. ``engine``: ``torch`` runs the model, ``paced`` none, at fixed times."""
 
     worker_id: str
     role: Role
     incarnation: str
     node: str
     model_path: str
+    engine: Literal["torch", "paced"] = "torch"
+    step_ms: Annotated[float, Meta(ge=0)] = 20.0
+    prefill_ms_per_token: Annotated[float, Meta(ge=0)] = 1.0
     dtype: Literal["bfloat16", "float32"]
     max_model_len: Annotated[int, Meta(ge=16)]
     block_tokens: Annotated[int, Meta(ge=1)] = 16

@@ -37,16 +37,18 @@ from kvstore.store.client import StoreClient
 from kvstore.transport.base import Transport
 from workers.decode import DecodeSide
 from workers.engine import Engine
-from workers.engine_loop import AttemptKey, EngineLoop, NewToken
+from workers.engine_loop import AttemptKey, EngineLoop, ForwardEngine, NewToken
 from workers.guide import GuideFactory
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvIdentity, KvListener, KvPeer
 from workers.kv_pool import KvPool
 from workers.loop_thread import LoopThread
+from workers.model.config import ModelConfig, read_config
 from workers.model.decoder import load_decoder
 from workers.model.digests import model_digests
 from workers.model.fingerprint import make_fingerprint
-from workers.model.numerics import probe
+from workers.model.numerics import Numerics, probe
+from workers.paced import PacedEngine, paced_numerics
 from workers.prefill import PrefillSide
 from workers.spec import DecodeAddress, IngressAddress, WorkerJoin, WorkerSpec
 
@@ -85,18 +87,16 @@ class Worker:
         """
         spec = self._spec
         folder = Path(spec.model_path)
-        model = load_decoder(folder, dtype=spec.dtype, max_positions=spec.max_model_len)
-        layout = model.config.kv_layout(spec.block_tokens, spec.dtype)
+        config = read_config(folder)
+        layout = config.kv_layout(spec.block_tokens, spec.dtype)
         self._memory = KvPool(layout, spec.pool_blocks)
         self._pool = BlockPool(spec.pool_blocks)
-        engine = Engine(model, self._memory, threads=spec.threads)
         # Pages of the pool are touched now, not by the first transfer into them.
         self._memory.tensor.zero_()
-        engine.warm_up()
-        numerics = probe(model, block_tokens=spec.block_tokens, dtype=spec.dtype, threads=spec.threads)
-        self._fingerprint = make_fingerprint(model.config, layout, digests=model_digests(folder), numerics=numerics)
+        engine, numerics = _make_engine(spec, config, self._memory)
+        self._fingerprint = make_fingerprint(config, layout, digests=model_digests(folder), numerics=numerics)
         self._transport = _make_transport(spec)
-        self._guides = GuideFactory(folder, model.config.vocab_size)
+        self._guides = GuideFactory(folder, config.vocab_size)
         self._engine = EngineLoop(
             engine,
             chunk_tokens=spec.chunk_tokens,
@@ -118,7 +118,7 @@ class Worker:
             kv_port=kv_port,
             fingerprint=self._fingerprint.to_dict(),
             pool_blocks=spec.pool_blocks,
-            vocab_size=model.config.vocab_size,
+            vocab_size=config.vocab_size,
             max_model_len=spec.max_model_len,
         )
 
@@ -398,6 +398,23 @@ def _prepare(guides: GuideFactory, grammar: Grammar) -> None:
         guides.prepare(grammar)
     except KopirError as error:
         logger.warning("grammar_unusable error=%s", error)
+
+
+def _make_engine(spec: WorkerSpec, config: ModelConfig, memory: KvPool) -> tuple[ForwardEngine, Numerics]:
+    """Loads the model and warms it up, or makes an engine that only keeps time."""
+    if spec.engine == "paced":
+        paced = PacedEngine(
+            memory,
+            vocab_size=config.vocab_size,
+            max_positions=spec.max_model_len,
+            step_ms=spec.step_ms,
+            prefill_ms_per_token=spec.prefill_ms_per_token,
+        )
+        return paced, paced_numerics()
+    model = load_decoder(Path(spec.model_path), dtype=spec.dtype, max_positions=spec.max_model_len)
+    engine = Engine(model, memory, threads=spec.threads)
+    engine.warm_up()
+    return engine, probe(model, block_tokens=spec.block_tokens, dtype=spec.dtype, threads=spec.threads)
 
 
 def _make_transport(spec: WorkerSpec) -> Transport:
