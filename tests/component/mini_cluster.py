@@ -35,7 +35,7 @@ SECRET = b"a secret of thirty-two bytes!!!!"
 BLOCK_TOKENS = 16
 MAX_LEN = 512
 VOCAB = 160
-LEASE_MS = 1000
+LEASE_MS = 2000
 SETTLE_S = 20.0
 FIXED = ("dtype=float32", f"max_model_len={MAX_LEN}", f"attempts.lease_ms={LEASE_MS}")
 
@@ -161,7 +161,7 @@ class MiniCluster:
         join = await asyncio.to_thread(worker.start)
         self.workers[spec.worker_id] = (worker, join)
         await asyncio.to_thread(worker.add_ingress, self.address)
-        for other, other_join in self.workers.values():
+        for other, other_join in tuple(self.workers.values()):
             pair = (worker, other_join) if role == "prefill" else (other, join)
             if {role, other_join.role} == {"prefill", "decode"}:
                 await asyncio.to_thread(pair[0].warm_decode_peer, decode_address(pair[1]))
