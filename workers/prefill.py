@@ -138,7 +138,10 @@ class PrefillSide:
     def on_cancel(
         self, link: IngressLink, cancel: Cancel, then: Callable[[IngressLink, Cancel], None] | None = None
     ) -> None:
-        """Stops a job; acknowledges (or calls ``then``) once nothing of it runs. An unknown one is acknowledged."""
+        """Stops a job and acknowledges. An unknown one is acknowledged.
+
+        With ``then``, that is called instead, once nothing of the job runs: it computes in blocks of the decode side.
+        """
 
         def acknowledge() -> None:
             if then is not None:
@@ -151,7 +154,11 @@ class PrefillSide:
             acknowledge()
             return
         self._cancel(job)
-        job.task.add_done_callback(lambda _: acknowledge())
+        if then is None:
+            # It hands over nothing from here on. The step under way only holds its blocks, and may take long.
+            acknowledge()
+        else:
+            job.task.add_done_callback(lambda _: acknowledge())
 
     def on_lease_expired(self, keys: Sequence[AttemptKey]) -> None:
         """The ingress did not renew: these jobs stop."""

@@ -225,7 +225,10 @@ class AttemptFault(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
 
 class CancelAck(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
-    """The attempt is stopped and its blocks are free or quarantined; ``num_generated`` tokens had been computed."""
+    """The attempt publishes and hands over nothing more; ``num_generated`` tokens had been computed.
+
+    At a decode worker its blocks are free or quarantined; those of a prefill follow when its step has ended.
+    """
 
     attempt_id: str
     epoch: int
