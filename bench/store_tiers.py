@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,8 @@ RECOVERY_BYTES = 4 * GIB
 RECOVERY_LIMIT_S = 2.0
 SETTLE_S = 60.0
 REQUEST_DEADLINE_S = 120.0
+WARM_UP_TOKENS = (PROMPT_TOKENS, 256)
+WARM_UP_BLOCKS = sum(WARM_UP_TOKENS) // BLOCK_TOKENS
 POOL_BLOCKS = 160
 """Little more than one prompt: what is cached comes from the store, not from a pool."""
 
@@ -93,7 +96,7 @@ def _ttft_rows(place: Path, *, seed: int, num_prompts: int) -> list[dict[str, An
     numbers = random.Random(seed)
     prompts = [[numbers.randrange(100, 48_000) for _ in range(PROMPT_TOKENS)] for _ in range(num_prompts)]
     blocks = num_prompts * (PROMPT_TOKENS // BLOCK_TOKENS)
-    size = (blocks + 64) * (BLOCK_BYTES + 8192)
+    size = (blocks + 2 * WARM_UP_BLOCKS + 64) * (BLOCK_BYTES + 8192)
     settings = [
         f"kv.disk_path={place / 'tier'}",
         f"kv.disk_bytes={size}",
@@ -105,7 +108,7 @@ def _ttft_rows(place: Path, *, seed: int, num_prompts: int) -> list[dict[str, An
     with _client(settings) as client:
         _warm_up(client, numbers)
         samples["cold"] = [_request(client, prompt) for prompt in prompts]
-        _wait_on_disk(client, blocks)
+        _wait_on_disk(client, blocks + WARM_UP_BLOCKS)
         samples["host"] = [_request(client, prompt) for prompt in prompts]
     with _client(settings) as client:
         _warm_up(client, numbers)
@@ -142,7 +145,7 @@ def _client(settings: list[str]) -> Iterator[httpx.Client]:
 
 def _warm_up(client: httpx.Client, numbers: random.Random) -> None:
     """Two prompts of another kind: pages, links and caches of the processes."""
-    for num_tokens in (PROMPT_TOKENS, 256):
+    for num_tokens in WARM_UP_TOKENS:
         _request(client, [numbers.randrange(100, 48_000) for _ in range(num_tokens)])
 
 
@@ -265,7 +268,7 @@ def _disk_rows(place: Path, *, num_blocks: int) -> list[dict[str, Any]]:
             rows.append(_disk_row("write and sync", kind, 1, num_blocks, _timed(write)))
             for threads in (1, 4):
                 _forget_pages(path)
-                seconds = _timed(lambda bulk=is_direct, n=threads: _read_all(io, num_blocks, start, stride, bulk, n))
+                seconds = _timed(partial(_read_all, io, num_blocks, start, stride, is_direct, threads))
                 rows.append(_disk_row("read", kind, threads, num_blocks, seconds))
         io.close()
     finally:
