@@ -79,11 +79,12 @@ def render(facts: dict[str, Any], base: str) -> Any:
             tier.get("used_blocks"),
             tier.get("blocks"),
             tier.get("bytes"),
+            tier.get("state"),
         ]
         for node in _rows(facts.get("store"))
         for tier in _rows(node.get("tiers"))
     ]
-    parts.append(make_table("Store", ["node", "pid", "tier", "used", "blocks", "bytes"], tiers))
+    parts.append(make_table("Store", ["node", "pid", "tier", "used", "blocks", "bytes", "state"], tiers))
     ingresses = [[one.get("id"), one.get("pid"), one.get("streams")] for one in _rows(facts.get("ingress"))]
     parts.append(make_table("Ingress", ["id", "pid", "streams"], ingresses))
     names = ["request_id", "phase", "attempt", "epoch", "delivered_output_tokens"]
