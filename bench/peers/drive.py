@@ -1,6 +1,7 @@
 """Runs the peers in turn with our own transport: one batch of each, again and again, medians at the end.
 
-Throughputs of NIXL and ours are those of a reader that knows that the bytes are there; Mooncake's is a ``get``, Ray's
+Throughputs of NIXL (8 descriptors, its best setting here) and ours are those of a reader that knows that the bytes are
+there; Mooncake's is a ``get``, Ray's
 a value handed from actor to actor. Ours beside Mooncake and Ray is verified and includes the sender's call and the
 control message.
 """
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 FOLDER = Path(__file__).parent
 STOP_S = 10.0
+BEST_OF = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +47,9 @@ class Aim:
 
 
 AIMS = (
-    Aim("same_host_1MiB_vs_nixl_read", "nixl", MIB, 16, 0.95, True),
-    Aim("same_host_4MiB_vs_nixl_read", "nixl", 4 * MIB, 6, 0.95, True),
-    Aim("same_host_16MiB_vs_nixl_read", "nixl", 16 * MIB, 2, 0.95, True),
+    Aim("same_host_1MiB_vs_nixl_read", "nixl", MIB, 8, 0.95, True),
+    Aim("same_host_4MiB_vs_nixl_read", "nixl", 4 * MIB, 8, 0.95, True),
+    Aim("same_host_16MiB_vs_nixl_read", "nixl", 16 * MIB, 8, 0.95, True),
     Aim("same_host_4MiB_verified_vs_mooncake_get", "mooncake", 4 * MIB, 1, 3.0, False),
     Aim("same_host_4MiB_verified_vs_ray_objects", "ray", 4 * MIB, 1, 10.0, False),
 )
@@ -135,7 +137,8 @@ def _measure(linked: Pair, program: PeerProgram, aim: Aim, *, repeats: int) -> R
     for _ in range(repeats):
         # Once unmeasured: the program has just been stopped, and should not pay for that.
         program.measure(aim.block_bytes, aim.num_blocks)
-        theirs.append(program.measure(aim.block_bytes, aim.num_blocks)["get_s"])
+        # The best of three, for the peer's sake: ours is timed once.
+        theirs.append(min(program.measure(aim.block_bytes, aim.num_blocks)["get_s"] for _ in range(BEST_OF)))
         with program.stopped():
             sample = linked.move(aim.block_bytes, aim.num_blocks, verify=not aim.is_plain)
         ours.append(sample.receive_s if aim.is_plain else sample.total_s)

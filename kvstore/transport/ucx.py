@@ -49,6 +49,8 @@ SPIN_S = 200e-6
 """How long the thread keeps looking after something moved, while a peer's next piece is probably on its way. Longer
 than an idle core takes to wake on a virtual machine: a shorter look would end just before the answer of a peer that
 slept, and both sides would go on waking each other for every message."""
+SPIN_AWAITED_S = 1e-3
+"""The same while somebody waits for blocks: bounded, because a peer that computes may be silent for long."""
 STILL_STEPS_MAX = 4
 """Looks without a movement before the thread lets others run between two looks."""
 WAIT_S_MAX = 0.05
@@ -258,8 +260,10 @@ class UcxTransport(Transport):
         if moved:
             self._nap_until = now + NAP_S_TOTAL
             # A sender whose receivers copy by themselves has nothing to hurry for.
-            is_passive = self._book.num_batches and all(batch.is_passive for batch in self._book.batches())
-            self._busy_until = now if is_passive else now + SPIN_S
+            batches = self._book.batches()
+            is_passive = batches and all(batch.is_passive for batch in batches)
+            is_awaited = any(batch.direction is Direction.RECEIVE for batch in batches)
+            self._busy_until = now if is_passive else now + (SPIN_AWAITED_S if is_awaited else SPIN_S)
         if now >= self._busy_until:
             self._rest(now)
         elif moved:
