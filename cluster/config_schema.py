@@ -59,6 +59,10 @@ class ServerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "no delta did; `false` makes the first byte the boundary."
         ),
     ] = False
+    tls_cert_file: Annotated[
+        Text | None, doc("PEM file of the certificate chain; with `tls_key_file` the endpoint speaks HTTPS only.")
+    ] = None
+    tls_key_file: Annotated[Text | None, doc("PEM file of the certificate's private key.")] = None
     drain_s: Annotated[Seconds, doc("Seconds that running requests get to finish when the server stops.")] = 20.0
 
 
@@ -266,6 +270,11 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     auth: AuthConfig = AuthConfig()
     cluster: ClusterConfig = ClusterConfig()
 
+    def boundary(self, *, stream: bool) -> str:
+        """Returns after what nothing is repeated: ``first_delta`` of a stream, or ``first_byte``."""
+        early = self.server.keep_alive_ping_s > 0 and not self.server.retry_after_first_byte
+        return "first_byte" if early or not stream else "first_delta"
+
 
 def check_config(config: Config) -> None:
     """Checks what no single field can: values that must fit each other.
@@ -279,6 +288,10 @@ def check_config(config: Config) -> None:
             raise BadInput(f"workers.{role}.replicas", 0, "prefill and decode workers need each other")
     if workers.prefill.replicas + workers.decode.replicas + workers.combined.replicas == 0:
         raise BadInput("workers.prefill.replicas", 0, "no worker at all: set prefill and decode, or combined")
+    cert, key = config.server.tls_cert_file, config.server.tls_key_file
+    if (cert is None) != (key is None):
+        missing, present = ("cert", "key") if cert is None else ("key", "cert")
+        raise BadInput(f"server.tls_{missing}_file", None, f"needed beside server.tls_{present}_file")
     if kv.disk_path is None and kv.disk_bytes > 0:
         raise BadInput("kv.disk_path", None, "a disk tier (kv.disk_bytes above 0) needs a folder")
     if kv.disk_path is not None and kv.disk_bytes == 0:

@@ -22,13 +22,6 @@ def check_supported(config: Config) -> None:
         ("kv.eviction", config.kv.eviction, config.kv.eviction != "lru", "only lru is available yet"),
         ("kv.verify", config.kv.verify, config.kv.verify != "digest", "only digest is available yet"),
         (
-            "server.keep_alive_ping_s",
-            config.server.keep_alive_ping_s,
-            config.server.keep_alive_ping_s > 0,
-            "keep-alive pings are not available yet",
-        ),
-        ("server.retry_after_first_byte", True, config.server.retry_after_first_byte, "there are no pings yet"),
-        (
             "server.host",
             config.server.host,
             config.auth.keys_file is None and config.server.host not in ("127.0.0.1", "localhost", "::1"),

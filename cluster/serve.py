@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -44,7 +45,7 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
     Returns: 0 after SIGINT or SIGTERM. Raises: BadInput, EnvironmentProblem; nothing is left running then.
     """
     planning.check_supported(config)
-    config = _with_keys(_with_policy(_with_ledger(config)))
+    config = _with_tls(_with_keys(_with_policy(_with_ledger(config))))
     model_path = hub.resolve(config.model)
     model = read_config(model_path)
     plan = planning.make_plan(config, model_path=model_path, model=model, cores=machine.usable_cores())
@@ -65,7 +66,8 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
     try:
         stop.install()
         cluster = local.LocalCluster(config, plan, model_path=str(model_path), secret=cluster_secret(config))
-        url = f"http://{_reachable(config.server.host)}:{port}"
+        scheme = "https" if config.server.tls_cert_file is not None else "http"
+        url = f"{scheme}://{_reachable(config.server.host)}:{port}"
         _start(cluster, port, url, stop)
         if stop.is_set():
             return 0
@@ -82,6 +84,28 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
         local.stop_ray(local=config.cluster.address == "local")
         # A store node that was killed could not unlink its slab itself.
         remove_dead_slabs()
+
+
+def _with_tls(config: Config) -> Config:
+    """Returns the configuration with certificate files that every process finds.
+
+    Raises: EnvironmentProblem if they cannot be used together.
+    """
+    server = config.server
+    if server.tls_cert_file is None or server.tls_key_file is None:
+        return config
+    cert, key = Path(server.tls_cert_file).absolute(), Path(server.tls_key_file).absolute()
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password=_no_password)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        why = getattr(error, "strerror", None) or str(error)
+        raise EnvironmentProblem(f"server.tls_cert_file, server.tls_key_file: {why}") from error
+    tls = msgspec.structs.replace(server, tls_cert_file=str(cert), tls_key_file=str(key))
+    return msgspec.structs.replace(config, server=tls)
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; give it without a password")
 
 
 def _reachable(host: str) -> str:
@@ -182,11 +206,13 @@ def _start(cluster: object, port: int, url: str, stop: _StopSignal) -> None:
         workers = pool.submit(cluster.wait_started)
         cluster.start_http(port)
         workers.result()
+    # Our own process on this machine is asked, by an address that a certificate need not name.
+    verify = not url.startswith("https")
     deadline = time.monotonic() + READY_DEADLINE_S
     reason = "no answer"
     while not stop.is_set():
         try:
-            answer = httpx.get(f"{url}/readyz", timeout=5.0)
+            answer = httpx.get(f"{url}/readyz", timeout=5.0, verify=verify)
             if answer.status_code == 200:
                 return
             reason = answer.text[:300]

@@ -78,7 +78,10 @@ class LocalCluster:
         server = self._config.server
         # Its chatter about options that were just applied would alarm people; warnings and errors still come.
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(http_options={"host": server.host, "port": port, "location": "HeadOnly"})
+        options: dict[str, Any] = {"host": server.host, "port": port, "location": "HeadOnly"}
+        if server.tls_cert_file is not None:
+            options |= {"ssl_certfile": server.tls_cert_file, "ssl_keyfile": server.tls_key_file}
+        serve.start(http_options=options)
         app = IngressDeployment.options(
             num_replicas=self._config.ingress.replicas,
             max_ongoing_requests=MAX_ONGOING_REQUESTS,

@@ -23,7 +23,7 @@ from cluster.config import Config
 from cluster.core.tenants import EVERYBODY, Tenant, TenantMeter
 from cluster.ingress.api.app import create_app
 from cluster.ingress.api.idempotency import IdempotencyKeys
-from cluster.ingress.api.services import ApiLimits
+from cluster.ingress.api.services import ApiLimits, KeepAlive
 from cluster.ingress.api.tenants import Tenants, tenant_of_scope
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.backend import RelayBackend
@@ -87,7 +87,7 @@ class IngressApp:
         app = create_app(
             self._backend,
             self._tokenizer,
-            ApiLimits(max_body_bytes=self._config.limits.max_body_bytes),
+            self._limits(),
             metrics=self._metrics,
             tenants=self._tenants,
             idempotency=IdempotencyKeys(
@@ -111,6 +111,11 @@ class IngressApp:
         app.router.lifespan_context = lifespan
         app.router.routes.append(Route("/internal/status", status, methods=["GET"]))
         return app
+
+    def _limits(self) -> ApiLimits:
+        server = self._config.server
+        keep_alive = KeepAlive(ping_s=server.keep_alive_ping_s, retry_after_first_byte=server.retry_after_first_byte)
+        return ApiLimits(max_body_bytes=self._config.limits.max_body_bytes, keep_alive=keep_alive)
 
     async def start(self) -> tuple[str, int]:
         """Joins the ledger, then listens for workers; returns (host, port)."""

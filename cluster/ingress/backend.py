@@ -182,6 +182,7 @@ class RelayBackend(Backend):
             facts={
                 "model_revision": self._model_revision,
                 "lease_ms": self._config.attempts.lease_ms,
+                "boundary": self._config.boundary(stream=stream),
                 "policy": {"version": policy.version, "digest": policy.digest},
                 "client_retries": client_retries,
             },

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -145,10 +146,13 @@ class Cluster:
     def __init__(self, place: Place, config: Mapping[str, Any], *, port: int | None = None) -> None:
         self.place = place
         self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        server = dict(config.get("server", {}))
+        self.certificate: str | None = server.get("tls_cert_file")
+        self.url = f"{'http' if self.certificate is None else 'https'}://127.0.0.1:{self.port}"
         self._abandoned_before = abandoned_files()
-        path = place.write_config({**config, "server": {"port": self.port}})
-        self.http = httpx.Client(base_url=self.url, timeout=60)
+        path = place.write_config({**config, "server": {**server, "port": self.port}})
+        verify: Any = True if self.certificate is None else ssl.create_default_context(cafile=self.certificate)
+        self.http = httpx.Client(base_url=self.url, timeout=60, verify=verify)
         self.large_body_bytes = 0
         """Request bodies beyond Ray's limit for inline messages: Serve's proxy hands them over by the object store."""
         started_s = time.monotonic()

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any
 
-from cluster.ingress.api.backend import CancelReason, Ended, Interrupted, Restarted, TokenBatch
+from cluster.ingress.api.backend import CancelReason, Ended, GenerationEvent, Interrupted, Restarted, TokenBatch
 from cluster.ingress.api.choice import Choice, Merge
 from cluster.ingress.api.errors import ApiError, UpstreamFailed, as_api_error
 from cluster.ingress.api.idempotency import KeyHold
@@ -66,6 +66,9 @@ class Answer(ABC):
             Choice(index, plan, services.tokenizer.table, call_ids=partial(_call_id, request_id, index))
             for index in range(plan.num_choices)
         ]
+        self._is_open = False
+        """Headers went out, maybe with a comment, and nothing else yet."""
+        self._is_written_down = False
         self._interruption: dict[str, Any] | None = None
         self._computed = True
         self._started = False
@@ -108,7 +111,7 @@ class Answer(ABC):
 
         async def write() -> None:
             try:
-                if not self._started:
+                if not self._started and not self._is_open:
                     await hold.release()
                 elif outcome != "finished":
                     await hold.interrupted(self._interruption or self._broken_off())
@@ -185,7 +188,11 @@ class Answer(ABC):
                 logger.exception("answer_failed request_id=%s", self._request_id)
             await self._cancel("gateway_fault")
             if not self._started:
-                raise as_api_error(error) from error
+                api_error = as_api_error(error)
+                if not self._is_open:
+                    raise api_error from error
+                await self._fail(send, api_error)
+                return "failed"
             await self._interrupt(send, Interrupted("engine_fault", self._attempt_id, "the gateway had an error"))
             return "interrupted"
 
@@ -206,7 +213,7 @@ class Answer(ABC):
         events.add(self._choices[0])
         try:
             while any(choice.finish is None for choice in self._choices):
-                choice, event = await events.next()
+                choice, event = await self._next(send, events)
                 if isinstance(event, TokenBatch | Ended):
                     if choice.started.has_restarted:
                         continue  # Its attempt was lost between the giving and the taking of this event.
@@ -235,6 +242,10 @@ class Answer(ABC):
             await events.close()
         return "finished"
 
+    async def _next(self, send: Send, events: Merge) -> tuple[Choice, GenerationEvent]:
+        """Returns the next event of any choice."""
+        return await events.next()
+
     async def _advance(self, send: Send, choice: Choice, event: TokenBatch | Ended) -> bool:
         """Shows what a choice has now; returns True when that was its last."""
         if isinstance(event, Ended):
@@ -259,6 +270,10 @@ class Answer(ABC):
     async def _finish(self, send: Send, choice: Choice, piece: Piece) -> None:
         """The last output (possibly none) of a choice, whose ``finish`` is set."""
 
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        """The answer failed after its headers and before its first delta."""
+        raise error
+
     @abstractmethod
     async def _interrupt(self, send: Send, event: Interrupted) -> None:
         """The answer broke after its first byte."""
@@ -274,11 +289,18 @@ class Answer(ABC):
         """
         # First here, so that no attempt is repeated while the ledger is written.
         choice.mark_first_delta()
-        if self._started:
-            return
-        if self._hold is not None:
+        if not self._started:
+            await self._write_down(whole)
+            self._started = True
+
+    async def _write_down(self, whole: bytes | None = None) -> None:
+        """Tells the ledger, once, that the first byte of a keyed answer goes out next."""
+        if self._hold is not None and not self._is_written_down:
             await (self._hold.sent() if whole is None else self._hold.finished(whole))
-        self._started = True
+        self._is_written_down = True
+
+    def _observe_start(self, choice: Choice) -> None:
+        """Counts an answer whose first output goes out."""
         metrics = self._services.metrics
         metrics.ttft.observe(self._services.monotonic_s() - self._arrived_s)
         metrics.prompt_tokens.inc(self._plan.num_prompt_tokens)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -29,9 +30,11 @@ from cluster.ingress.api.errors import (
     as_api_error,
     echo,
 )
+from cluster.ingress.api.header_limits import HeaderLimits
 from cluster.ingress.api.idempotency import HEADER as IDEMPOTENCY_HEADER
-from cluster.ingress.api.idempotency import KeyHold
+from cluster.ingress.api.idempotency import KeyHold, check_key
 from cluster.ingress.api.identity import RequestIdentity, request_id_of
+from cluster.ingress.api.openapi import openapi_document
 from cluster.ingress.api.parse import ClientGone, parse, read_body
 from cluster.ingress.api.plan import AnswerPlan
 from cluster.ingress.api.schema import MAX_CHOICES, ChatRequest, CompletionRequest
@@ -48,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 MAX_LABEL_CHARS = 128
 CLIENT_RETRIES_MAX = 16
+UNSUPPORTED_PATHS = ("/v1/responses", "/v1/embeddings")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 Scope = Any
 
@@ -74,10 +79,13 @@ def create_app(
             Route("/healthz", info.healthz, methods=["GET"]),
             Route("/readyz", info.readyz, methods=["GET"]),
             Route("/metrics", info.metrics, methods=["GET"]),
+            Route("/openapi.json", info.openapi, methods=["GET"]),
+            *(Route(path, _unsupported, methods=["GET", "POST"]) for path in UNSUPPORTED_PATHS),
         ],
         exception_handlers=_error_handlers(services),
     )
     app.add_middleware(KeyCheck, tenants=services.tenants, count=partial(_count_error, services))
+    app.add_middleware(HeaderLimits, count=partial(_count_error, services))
     app.add_middleware(RequestIdentity, make_request_id=services.make_request_id)
     return app
 
@@ -124,6 +132,7 @@ class GenerationEndpoint:
             raise
 
     async def _claim(self, scope: Scope, key: str, body: bytes) -> KeyHold | KeyRow:
+        check_key(key)
         if self._services.idempotency is None:
             raise NotReady("Requests with an idempotency key need a ledger.", code="no_ledger")
         return await self._services.idempotency.claim(
@@ -160,6 +169,10 @@ class InfoEndpoints:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._openapi = openapi_document()
+
+    async def openapi(self, request: Request) -> Response:
+        return _json(self._openapi)
 
     async def models(self, request: Request) -> Response:
         return _json(ModelList(data=[self._model()]))
@@ -199,7 +212,8 @@ class InfoEndpoints:
     async def _record(self, request: Request, ask: Callable[..., Awaitable[dict[str, Any] | None]]) -> Response:
         request_id = request.path_params["request_id"]
         tenant = tenant_of_scope(request.scope).name
-        record = await ask(request_id, tenant=tenant)
+        # What cannot be an id of ours is asked of nobody.
+        record = await ask(request_id, tenant=tenant) if _REQUEST_ID.fullmatch(request_id) else None
         if record is None:
             raise NotFound(f"No request {echo(request_id)} is known.", param="request_id", code="request_not_found")
         others = []
@@ -244,6 +258,12 @@ def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Any], Co
 
 def _count_error(services: Services, error: ApiError) -> None:
     services.metrics.errors.labels(str(error.status), error.code or "").inc()
+
+
+async def _unsupported(request: Request) -> Response:
+    path = request.url.path
+    message = f"{path} is not served here; this server has /v1/chat/completions and /v1/completions."
+    raise NotFound(message, code="unsupported_endpoint")
 
 
 async def _replay(row: KeyRow, send: Send) -> None:

@@ -18,10 +18,20 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepAlive:
+    """Comments in a stream that has nothing to say yet. ``ping_s`` 0: none, and no byte before the first delta."""
+
+    ping_s: float = 0.0
+    retry_after_first_byte: bool = False
+    """False: the first byte is the boundary, after which nothing is repeated. True: the first delta is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ApiLimits:
     """Bounds on what a client can make the HTTP layer hold."""
 
     max_body_bytes: int = 4 * MIB
+    keep_alive: KeepAlive = KeepAlive()
 
 
 def _random_seed() -> int:

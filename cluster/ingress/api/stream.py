@@ -6,12 +6,15 @@ hand (or the end, when there is none), so that every failure up to there is an o
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from cluster.ingress.api.answer import Answer, Send
-from cluster.ingress.api.backend import Interrupted
-from cluster.ingress.api.choice import Choice
-from cluster.ingress.api.wire import DONE_EVENT, InterruptionError, Piece, error_event
+from cluster.ingress.api.backend import GenerationEvent, Interrupted
+from cluster.ingress.api.choice import Choice, Merge
+from cluster.ingress.api.errors import ApiError
+from cluster.ingress.api.wire import DONE_EVENT, InterruptionError, Piece, StartedError, error_event
 
 _START = {
     "type": "http.response.start",
@@ -28,6 +31,43 @@ class StreamedAnswer(Answer):
     """Writes events as text comes in."""
 
     _last_event_s = 0.0
+    _has_opening = False
+    """The role deltas went out."""
+
+    async def _next(self, send: Send, events: Merge) -> tuple[Choice, GenerationEvent]:
+        """Waits for the next event; until the first output it writes comments meanwhile, where that is switched on."""
+        keep_alive = self._services.limits.keep_alive
+        if self._has_opening or keep_alive.ping_s <= 0:
+            return await events.next()
+        waiting = asyncio.ensure_future(events.next())
+        try:
+            while not (await asyncio.wait((waiting,), timeout=keep_alive.ping_s))[0]:
+                await self._ping(send, mark=not keep_alive.retry_after_first_byte)
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    async def _ping(self, send: Send, *, mark: bool) -> None:
+        if mark:
+            await self._mark_started(self._choices[0])
+        else:
+            await self._write_down()
+        await self._open(send)
+        # No blank line: some readers take one for an event without data. The next event's ends it.
+        await send({"type": "http.response.body", "body": b": ping\n", "more_body": True})
+
+    async def _open(self, send: Send) -> None:
+        if not self._is_open:
+            self._is_open = True
+            await send(_START)
+
+    async def _fail(self, send: Send, error: ApiError) -> None:
+        event = StartedError(
+            message=error.message, type=error.type, param=error.param, code=error.code, request_id=self._request_id
+        )
+        self._interruption = msgspec.to_builtins(event)
+        self._services.metrics.errors.labels(str(error.status), error.code or "").inc()
+        await send({"type": "http.response.body", "body": error_event(event), "more_body": False})
 
     def _restarted(self, choice: Choice) -> None:
         """Nothing is gathered here."""
@@ -70,11 +110,12 @@ class StreamedAnswer(Answer):
 
     async def _write(self, send: Send, choice: Choice, data: bytes, *, more: bool) -> None:
         """Writes output of one choice; the first of all brings the headers and the openings of all choices."""
-        is_first = not self._started
         await self._mark_started(choice)
-        if is_first:
+        if not self._has_opening:
+            self._has_opening = True
+            self._observe_start(choice)
             data = self._shape.opening(len(self._choices)) + data
-            await send(_START)
+            await self._open(send)
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
     def _observe_gap(self) -> None:

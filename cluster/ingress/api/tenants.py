@@ -89,7 +89,7 @@ class KeyCheck:
             except ApiError as error:
                 if scope["path"] not in OPEN_PATHS:
                     self._count(error)
-                    await _answer(error, send)
+                    await answer_error(error, send)
                     return
         await self._app(scope, receive, send)
 
@@ -109,7 +109,8 @@ def _authorization(scope: MutableMapping[str, Any]) -> str | None:
     return None
 
 
-async def _answer(error: ApiError, send: Any) -> None:
+async def answer_error(error: ApiError, send: Any) -> None:
+    """Answers outside of the application's own handlers of errors."""
     body = error.body()
     headers = [
         (b"content-type", b"application/json"),

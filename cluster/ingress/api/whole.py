@@ -36,6 +36,7 @@ class WholeAnswer(Answer):
         ]
         body = encode_json(self._shape.body(choices, self._usage()))
         await self._mark_started(self._choices[0], body)
+        self._observe_start(self._choices[0])
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body, "more_body": False})

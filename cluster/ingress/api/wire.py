@@ -175,6 +175,18 @@ class InterruptionError(Struct, frozen=True, kw_only=True):
     retryable: bool = False
 
 
+class StartedError(Struct, frozen=True, kw_only=True):
+    """The one event of a stream whose headers were out and that failed before its first delta."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    request_id: str
+    partial_output: bool = False
+    delivered_output_tokens: int = 0
+
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -191,7 +203,7 @@ def event(value: Any) -> bytes:
     return b"data: %b\n\n" % encode_json(value)
 
 
-def error_event(error: InterruptionError) -> bytes:
+def error_event(error: InterruptionError | StartedError) -> bytes:
     """Returns the event that ends a broken stream; nothing follows it."""
     return event({"error": error})
 

@@ -76,16 +76,22 @@ def idempotency() -> IdempotencyKeys | None:
     return None
 
 
+@pytest.fixture
+def limits() -> ApiLimits:
+    """What one client may send. A module that wants other limits has a fixture of this name."""
+    return ApiLimits(max_body_bytes=MAX_BODY_BYTES)
+
+
 @pytest_asyncio.fixture
 async def world(
-    tokenizer: Any, bundle: TokenizerBundle, tenants: Tenants, idempotency: IdempotencyKeys | None
+    tokenizer: Any, bundle: TokenizerBundle, tenants: Tenants, idempotency: IdempotencyKeys | None, limits: ApiLimits
 ) -> AsyncIterator[World]:
     metrics = IngressMetrics()
     backend = FakeBackend(vocab_size=tokenizer.get_vocab_size())
     app = create_app(
         backend,
         bundle,
-        ApiLimits(max_body_bytes=MAX_BODY_BYTES),
+        limits,
         metrics=metrics,
         tenants=tenants,
         idempotency=idempotency,
