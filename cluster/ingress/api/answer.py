@@ -234,6 +234,10 @@ class Answer(ABC):
                     await self._interrupt(send, Interrupted("engine_fault", event.attempt_id, "an attempt was lost"))
                     return "interrupted"
                 if isinstance(event, Restarted):
+                    keep_alive = self._services.limits.keep_alive
+                    if self._is_open and keep_alive.ping_s > 0 and not keep_alive.retry_after_first_byte:
+                        # The first byte was the boundary: the new attempt is cancelled, nothing of it is shown.
+                        raise UpstreamFailed("the attempt was lost after the first byte had gone out")
                     self._services.metrics.generated_tokens.inc(choice.restart())
                     self._restarted(choice)
                 elif await self._advance(send, choice, event):

@@ -42,16 +42,13 @@ class StreamedAnswer(Answer):
         waiting = asyncio.ensure_future(events.next())
         try:
             while not (await asyncio.wait((waiting,), timeout=keep_alive.ping_s))[0]:
-                await self._ping(send, mark=not keep_alive.retry_after_first_byte)
+                await self._ping(send)
             return waiting.result()
         finally:
             waiting.cancel()
 
-    async def _ping(self, send: Send, *, mark: bool) -> None:
-        if mark:
-            await self._mark_started(self._choices[0])
-        else:
-            await self._write_down()
+    async def _ping(self, send: Send) -> None:
+        await self._write_down()
         await self._open(send)
         # No blank line: some readers take one for an event without data. The next event's ends it.
         await send({"type": "http.response.body", "body": b": ping\n", "more_body": True})
