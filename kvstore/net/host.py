@@ -55,8 +55,10 @@ class ProcessWatch:
 
     def is_gone(self) -> bool:
         """Returns True once the process has exited."""
-        readable, _, _ = select.select([self._fd], [], [], 0)
-        return bool(readable)
+        # Not select: it refuses descriptors from 1,024 on.
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         """Closes the descriptor; safe to call twice."""

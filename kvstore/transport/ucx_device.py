@@ -19,6 +19,7 @@ descriptor of their own, and every sleep while something is in flight is bounded
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from kvstore.transport.pieces import PIECE_BYTES
 from kvstore.transport.transfers import Direction, RequestEnd
 
 logger = logging.getLogger(__name__)
+
+FD_SETSIZE = 1024
 
 LOCAL_CONFIG = {
     "TLS": "posix,cma,self",
@@ -228,9 +231,14 @@ class UcxDevice:
         self._lanes.clear()
 
     def _wake_poll(self, timeout_s: float) -> bool:
-        # Of the three calls that wait for a descriptor, only this one knows less than a millisecond.
-        readable, _, _ = select.select([self._wake_fd], [], [], timeout_s)
-        return bool(readable)
+        # Of the three calls that wait for a descriptor, only select knows less than a millisecond, and only this one
+        # cannot take the high numbers that a process with many connections hands out.
+        if self._wake_fd < FD_SETSIZE:
+            readable, _, _ = select.select([self._wake_fd], [], [], timeout_s)
+            return bool(readable)
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        return bool(poller.poll(math.ceil(timeout_s * 1e3)))
 
     def _take_wake(self) -> None:
         try:

@@ -7,6 +7,8 @@ import contextlib
 import os
 import pickle
 import struct
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -199,3 +201,17 @@ async def test_process_watch_sees_the_exit() -> None:
     await process.wait()
     with pytest.raises(ProcessLookupError):
         ProcessWatch(process.pid)
+
+
+def test_a_process_is_watched_among_many_descriptors() -> None:
+    """Descriptor numbers beyond what ``select`` takes are ordinary in a process with many connections."""
+    held = [os.dup(1) for _ in range(1100)]
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        watch = ProcessWatch(process.pid)
+        assert watch.fileno() > 1024 and not watch.is_gone()
+        watch.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        process.communicate(b"\n")
