@@ -59,6 +59,15 @@ class StoreAddress(Struct, frozen=True, kw_only=True):
     pid: int
 
 
+class DirectoryAddress(Struct, frozen=True, kw_only=True):
+    """Where a directory that is up listens."""
+
+    incarnation: str
+    host: str
+    port: int
+    pid: int
+
+
 class ClusterPlan(Struct, frozen=True, kw_only=True):
     """What the controller starts. Worker specs are templates: each life gets a fresh incarnation."""
 

@@ -1,4 +1,4 @@
-"""The controller: starts store node and workers, watches them, replaces the dead, tells ingresses who is there.
+"""The controller: starts directory, store node and workers, replaces the dead, tells ingresses who is there.
 
 Owns the membership (soft state). Watches each process by one call that never returns while it lives, so that a
 death is seen when it happens and not at the next poll. Never sees requests, tokens or KV.
@@ -16,9 +16,9 @@ import msgspec
 import ray
 from ray.exceptions import RayActorError
 
-from cluster.actors import store, worker
+from cluster.actors import directory, store, worker
 from cluster.core.membership import Membership
-from cluster.view import ClusterPlan, ClusterView, StoreAddress, WorkerView
+from cluster.view import ClusterPlan, ClusterView, DirectoryAddress, StoreAddress, WorkerView
 from kvstore.core.identity import Fingerprint, differences
 from kvstore.net.host import new_incarnation
 from workers.spec import DecodeAddress, IngressAddress, WorkerJoin, WorkerSpec
@@ -31,6 +31,7 @@ WATCH_DEADLINE_S = 10.0
 CALL_DEADLINE_S = 10.0
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 2.0
+RESTART_PAUSE_S, RESTART_PAUSE_S_MAX = 0.2, 5.0
 ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 256, "num_cpus": 0}
 
 
@@ -52,6 +53,8 @@ class ControllerProcess:
         self._membership = Membership()
         self._lives: dict[str, _Life] = {}
         self._ingresses: dict[str, IngressAddress] = {}
+        self._directory: Any | None = None
+        self._directory_address: DirectoryAddress | None = None
         self._store: Any | None = None
         self._store_address: StoreAddress | None = None
         self._fingerprint: Fingerprint | None = None
@@ -67,21 +70,49 @@ class ControllerProcess:
         Raises: what a worker or the store node raised while starting (for example EnvironmentProblem).
         """
         if self._plan.store is not None:
+            await self._start_directory()
             await self._start_store()
         await asyncio.gather(*(self._start_worker(spec) for spec in self._plan.workers))
         return self._view()
 
     async def stop(self) -> None:
-        """Stops workers and store node; bounded by ``STOP_DEADLINE_S``."""
+        """Stops workers, store node and directory; bounded by ``STOP_DEADLINE_S``."""
         self._stopping = True
         actors = [life.actor for life in self._lives.values()]
-        if self._store is not None:
-            actors.append(self._store)
+        actors += [actor for actor in (self._store, self._directory) if actor is not None]
         stops = [asyncio.ensure_future(_quiet(actor.stop.remote())) for actor in actors]
         if stops:
             await asyncio.wait(stops, timeout=STOP_DEADLINE_S)
         for actor in actors:
             ray.kill(actor, no_restart=True)
+
+    # --- directory ----------------------------------------------------------------------------------------
+
+    async def _start_directory(self) -> None:
+        """Starts a directory, and lets the store node announce to it."""
+        assert self._plan.store is not None
+        actor = directory.DirectoryActor.options(**directory.ACTOR_OPTIONS).remote(new_incarnation(), self._secret)
+        address: DirectoryAddress = await actor.start.remote(self._plan.store.bind_host)
+        self._directory, self._directory_address = actor, address
+        self._spawn(self._watch_directory(actor))
+        await self._introduce_store()
+
+    async def _introduce_store(self) -> None:
+        if self._store is not None and self._directory_address is not None:
+            address = self._directory_address
+            await _quiet(self._store.set_directory.remote(address.host, address.port))
+
+    async def _watch_directory(self, actor: Any) -> None:
+        await _quiet(actor.wait_until_stopped.remote())
+        backoff_s = RESTART_PAUSE_S
+        while not self._stopping and actor is self._directory:
+            logger.warning("directory_lost restarting=true")
+            await asyncio.sleep(backoff_s)
+            try:
+                await self._start_directory()
+            except (RayActorError, ray.exceptions.RayTaskError) as error:
+                backoff_s = min(2 * backoff_s, RESTART_PAUSE_S_MAX)
+                logger.warning("directory_start_failed error=%s", error)
 
     # --- store node ---------------------------------------------------------------------------------------
 
@@ -91,6 +122,7 @@ class ControllerProcess:
         self._store = store.StoreActor.options(**store.ACTOR_OPTIONS).remote(spec, self._secret)
         self._store_address = await self._store.start.remote()
         self._spawn(self._watch_store(self._store))
+        await self._introduce_store()
         for life in self._lives.values():
             await _quiet(life.actor.set_store.remote(self._store_address.host, self._store_address.port))
 
@@ -209,14 +241,17 @@ class ControllerProcess:
         """Answers: the proof that the controller lives."""
 
     async def status(self) -> dict[str, Any]:
-        """Returns the controller's and the store node's part of ``kopir status --json``."""
+        """Returns the controller's, the directory's and the store node's part of ``kopir status --json``."""
         nodes: list[dict[str, Any]] = []
         if self._store is not None:
             answer = await _quiet(self._store.status.remote())
             if answer:
                 nodes.append(answer)
+        directory_pid = None if self._directory_address is None else self._directory_address.pid
+        known = await _quiet(self._directory.status.remote()) if self._directory is not None else None
         return {
             "controller": {"pid": os.getpid()},
+            "directory": known or {"pid": directory_pid},
             "store": nodes,
             "ingress": [{"id": a.ingress_id, "pid": a.pid} for a in self._ingresses.values()],
         }

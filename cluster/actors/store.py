@@ -56,6 +56,11 @@ class StoreProcess:
             if keys.look():
                 self._host.set_quotas(keys.current.quotas())
 
+    def set_directory(self, host: str, port: int) -> None:
+        """Names the directory that lives now."""
+        if self._host is not None:
+            self._host.set_directory(host, port)
+
     def status(self) -> dict[str, Any]:
         """Returns this node's entry of ``kopir status --json``."""
         if self._host is None:

@@ -144,13 +144,14 @@ class IngressApp:
         workers = await self._backend.worker_statuses()
         num_streams = len(self._backend.streams())
         streams = self._backend.streams(None if tenant == EVERYBODY else tenant.name)
+        stores = cluster.get("store", [])
         return {
             "workers": workers,
-            "store": cluster.get("store", []),
+            "store": stores,
             "ingress": [{"id": self._me.peer_id, "pid": self._me.pid, "streams": num_streams}],
-            "directory": {"pid": None},
+            "directory": cluster.get("directory", {"pid": None}),
             "controller": cluster.get("controller", {"pid": None}),
             "policy": self._backend.policy_status(),
-            "leases": sum(worker.get("leases", 0) for worker in workers),
+            "leases": sum(part.get("leases", 0) for part in (*workers, *stores)),
             "streams": streams,
         }

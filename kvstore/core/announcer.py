@@ -38,11 +38,12 @@ class SnapshotPart:
 class Announcer:
     """Collects changes by tier. Belongs to one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, needs_snapshot: bool = False) -> None:
+        """``needs_snapshot``: nothing was announced yet; until a snapshot is taken no change is kept."""
         self.sequence = 0
         """Number of the latest announcement."""
-        self.needs_snapshot = False
-        """More changed than could be kept."""
+        self.needs_snapshot = needs_snapshot
+        """Changes were lost, here or at the directory: a snapshot is due."""
         self._pending: dict[tuple[str, BlockHash], bool] = {}
 
     def added(self, tier: str, block_hash: BlockHash) -> None:

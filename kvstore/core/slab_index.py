@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from kvstore.core.announcer import Announcer
 from kvstore.core.eviction import EvictionPolicy
 from kvstore.core.ids import BLOCK_DIGEST_BYTES, BlockDigest, BlockHash, TenantId
 from kvstore.core.quota import NOBODY, TenantBook
@@ -89,9 +90,11 @@ class SlabIndex:
         book: TenantBook | None = None,
         block_bytes: int = 1,
         keep_evicted: bool = False,
+        announcer: Announcer | None = None,
     ) -> None:
         """``policy`` and ``table`` must be made for ``num_slots`` slots and belong to this index alone.
 
+        ``announcer`` is told which blocks come and go.
         ``book`` is shared with the other tiers of the node; each block counts ``block_bytes`` there.
         ``keep_evicted``: what a ``reserve`` evicts is noted for ``take_evicted``, which the owner calls after each one.
         """
@@ -103,6 +106,7 @@ class SlabIndex:
         assert self._used.num_slots == num_slots and len(self._used) == 0, (num_slots, len(self._used))
         self._book = TenantBook() if book is None else book
         self._block_bytes = block_bytes
+        self._announcer = announcer
         self._tenants = TenantNumbers()
         self._writing: dict[int, _Write] = {}
         self._writing_hashes: dict[BlockHash, int] = {}
@@ -178,6 +182,8 @@ class SlabIndex:
         self._forget_write(slot)
         self._used.insert(slot, block_hash, digest, generation)
         self._policy.on_insert(slot, block_hash)
+        if self._announcer is not None:
+            self._announcer.added(HOST_TIER, block_hash)
         self.counters.committed_blocks += 1
         return True
 
@@ -308,6 +314,11 @@ class SlabIndex:
     def num_slots(self) -> int:
         """Slots of the slab, whatever is in them."""
         return self._total
+
+    def hashes(self) -> list[BlockHash]:
+        """Returns the committed blocks, in no particular order. O(slots)."""
+        found = map(self._used.hash_at, self._used.slots())
+        return [block_hash for block_hash in found if block_hash is not None]
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         """Returns True when the block is committed. Pins nothing and is no hit."""
@@ -455,6 +466,8 @@ class SlabIndex:
         assert block_hash is not None, slot
         self._policy.on_remove(slot, block_hash)
         self._used.remove(slot)
+        if self._announcer is not None:
+            self._announcer.removed(HOST_TIER, block_hash)
 
     def _leased_block(self, slot: int) -> LeasedBlock:
         return LeasedBlock(slot, self._slots.generation[slot], self._used.digest_at(slot))

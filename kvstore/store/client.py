@@ -28,16 +28,20 @@ from kvstore.net.host import boottime_ns
 from kvstore.store.copying import copy_block, zero_block
 from kvstore.store.messages import (
     DEFAULT_NAMESPACE,
+    FETCH_MS_MAX,
+    MAX_HASHES_PER_MESSAGE,
     Attach,
     Attached,
     AttachRefused,
     BlockList,
     BlocksVerified,
     CollectGarbage,
+    FetchMissing,
     GarbageCollected,
     LeaseList,
     LeasesAsk,
     ListBlocks,
+    MissingFetched,
     ReportCorrupt,
     SlotRef,
     StatAsk,
@@ -63,6 +67,8 @@ DEFAULT_CALL_DEADLINE_S = 0.5
 DEFAULT_LEASE_MS = 5_000
 BRING_UP_BLOCKS = 32
 """Blocks of one ask for a lower tier: the next ones come up while these are copied."""
+FETCH_MARGIN_S = 0.1
+"""So much longer than the node's own deadline its answer is waited for."""
 BYTES_PER_LOOP_STEP = 2 << 20
 """After so many copied bytes other tasks of the loop have their turn."""
 
@@ -101,6 +107,8 @@ class LoadResult:
     stopped_by: LoadStop
     num_from_disk: int = 0
     """How many of the loaded blocks were brought up from the disk for this load."""
+    num_fetched: int = 0
+    """Of the loaded blocks: so many were brought from another node for this load."""
 
 
 @dataclass(slots=True)
@@ -209,34 +217,39 @@ class StoreClient:
     # --- blocks -------------------------------------------------------------------------------------------
 
     async def load_blocks(
-        self, hashes: Sequence[BlockHash], into: Callable[[int], Any], *, deadline_s: float = 2.0
+        self,
+        hashes: Sequence[BlockHash],
+        into: Callable[[int], Any],
+        *,
+        deadline_s: float = 2.0,
+        tenant: TenantId = NOBODY,
     ) -> LoadResult:
         """Copies the longest cached prefix of ``hashes`` to where ``into`` says, each block verified after its copy.
 
-        Reads the slab without asking its node; for what is not there the node is asked to bring it up from the disk,
-        if it has one. ``into(i)`` returns a writable buffer of ``block_bytes`` bytes for
-        ``hashes[i]``. A block without its digest is reported and ends the load there. No wrong byte stays: a buffer
-        whose copy does not count is zeroed. Modifies: the buffers that ``into`` returned.
+        Reads the slab without asking its node; for what is not there the node is asked to bring it up from the disk, if
+        it has one, and then to fetch it from other nodes that have it, for at most half of the time that is left and
+        charged to ``tenant``. ``into(i)`` returns a writable buffer of ``block_bytes`` bytes for ``hashes[i]``. A block
+        without its digest is reported and ends the load there. No wrong byte stays: a buffer whose copy does not count
+        is zeroed. Modifies: the buffers that ``into`` returned.
         """
         session = self._usable_session()
         if session is None:
             return LoadResult(0, 0, "end")
         end_ns = self._clock_ns() + int(deadline_s * 1e9)
+        result = await self._load_here(session, hashes, into, end_ns=end_ns)
+        if session.num_others and result.stopped_by in ("end", "evicted") and result.num_loaded < len(hashes):
+            return await self._load_from_others(session, hashes, into, result, end_ns=end_ns, tenant=tenant)
+        return result
+
+    async def _load_here(
+        self, session: StoreSession, hashes: Sequence[BlockHash], into: Callable[[int], Any], *, end_ns: int
+    ) -> LoadResult:
+        """Loads what this host has, from its slab and from its disk."""
         num_matched = session.reader.prefix_blocks(hashes)
-        stopped_by: LoadStop = "end"
         copied: list[SlotRef] = []
+        stopped_by: LoadStop = "lease_over"
         try:
-            for index in range(num_matched):
-                if index and self._clock_ns() >= end_ns:
-                    self.counters.load_deadlines += 1
-                    stopped_by = "deadline"
-                    break
-                stop, ref = self._copy_shared(session, hashes[index], into(index))
-                if ref is None:
-                    stopped_by = stop
-                    break
-                copied.append(ref)
-                await self._let_others_run(index)
+            stopped_by = await self._copy_prefix(session, hashes[:num_matched], into, copied, end_ns=end_ns)
         finally:
             is_rest_below = self._has_lower_tier and stopped_by in ("end", "evicted") and len(copied) < len(hashes)
             # The node counts what is asked of it by itself.
@@ -244,6 +257,58 @@ class StoreClient:
         if is_rest_below:
             return await self._load_rest(session, hashes, into, start=len(copied), end_ns=end_ns)
         return LoadResult(len(copied), num_matched, stopped_by)
+
+    async def _copy_prefix(
+        self,
+        session: StoreSession,
+        hashes: Sequence[BlockHash],
+        into: Callable[[int], Any],
+        copied: list[SlotRef],
+        *,
+        end_ns: int,
+    ) -> LoadStop:
+        """Copies blocks out of the slab. Returns why it stopped. Modifies: ``copied``, also when it is cancelled."""
+        for index, block_hash in enumerate(hashes):
+            if index and self._clock_ns() >= end_ns:
+                self.counters.load_deadlines += 1
+                return "deadline"
+            stop, ref = self._copy_shared(session, block_hash, into(index))
+            if ref is None:
+                return stop
+            copied.append(ref)
+            await self._let_others_run(len(copied))
+        return "end"
+
+    async def _load_from_others(
+        self,
+        session: StoreSession,
+        hashes: Sequence[BlockHash],
+        into: Callable[[int], Any],
+        here: LoadResult,
+        *,
+        end_ns: int,
+        tenant: TenantId,
+    ) -> LoadResult:
+        """Goes on after what is ``here``: has the node fetch the rest, and copies what came."""
+        start = here.num_loaded
+        deadline_s = (end_ns - self._clock_ns()) / 2e9
+        if deadline_s <= 0:
+            return here
+        ask_ms = min(FETCH_MS_MAX, max(1, int(deadline_s * 1000)))
+        wanted = tuple(hashes[start : start + MAX_HASHES_PER_MESSAGE])
+        await session.call(
+            lambda n: FetchMissing(n=n, hashes=wanted, deadline_ms=ask_ms, tenant=tenant),
+            MissingFetched,
+            deadline_s=deadline_s + FETCH_MARGIN_S,
+        )
+        rest = hashes[start : start + session.reader.prefix_blocks(hashes[start:])]
+        copied: list[SlotRef] = []
+        try:
+            stop = await self._copy_prefix(session, rest, lambda n: into(start + n), copied, end_ns=end_ns)
+        finally:
+            session.touched(copied, num_missed=0)
+        num_loaded = start + len(copied)
+        return LoadResult(num_loaded, start + len(rest), stop, here.num_from_disk, len(copied))
 
     async def _load_rest(
         self, session: StoreSession, hashes: Sequence[BlockHash], into: Callable[[int], Any], *, start: int, end_ns: int

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from kvstore.core.announcer import Announcer
 from kvstore.core.disk_slots import DiskIndex
 from kvstore.core.eviction import LruPolicy
 from kvstore.core.ids import TenantId
@@ -92,8 +93,8 @@ class StoreHost:
         self._stopped = threading.Event()
         self._close_lock = threading.Lock()
 
-    def start(self, bind_host: str, port: int = 0) -> tuple[str, int]:
-        """Allocates the slab, opens the disk and listens; returns (host, port).
+    def start(self, bind_host: str, port: int = 0, *, advertised_host: str | None = None) -> tuple[str, int]:
+        """Allocates the slab, opens the disk and listens; returns (host, port). Other nodes dial ``advertised_host``.
 
         Raises: EnvironmentProblem when shared memory is too small, or when another node has the disk tier's folder;
         OSError when the address is taken.
@@ -107,6 +108,7 @@ class StoreHost:
         )
         self._thread.start()
         try:
+            announcer = Announcer(needs_snapshot=True)
             index = SlabIndex(
                 self._num_blocks,
                 policy=LruPolicy(self._num_blocks),
@@ -114,6 +116,7 @@ class StoreHost:
                 book=self._book,
                 block_bytes=self._block_bytes,
                 keep_evicted=self._disk is not None,
+                announcer=announcer,
             )
             disk, disk_off = self._open_disk()
             self._node = StoreNode(
@@ -126,8 +129,10 @@ class StoreHost:
                 book=self._book,
                 disk=disk,
                 disk_off=disk_off,
+                announcer=announcer,
             )
-            return asyncio.run_coroutine_threadsafe(self._node.start(bind_host, port), self._loop).result()
+            started = self._node.start(bind_host, port, advertised_host=advertised_host)
+            return asyncio.run_coroutine_threadsafe(started, self._loop).result()
         except BaseException:
             self.close()
             raise
@@ -171,6 +176,11 @@ class StoreHost:
         if self._node is not None and not self._stopped.is_set():
             done = asyncio.run_coroutine_threadsafe(self._set_quotas(self._node, quotas), self._loop)
             done.result(CLOSE_DEADLINE_S)
+
+    def set_directory(self, host: str, port: int) -> None:
+        """Names the directory that lives now."""
+        if self._node is not None and not self._stopped.is_set():
+            self._loop.call_soon_threadsafe(self._node.set_directory, host, port)
 
     def wait_until_stopped(self) -> str:
         """Blocks until ``close``; returns why the node ended."""

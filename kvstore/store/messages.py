@@ -1,15 +1,19 @@
 """Typed messages between a store node and its clients, over ``kvstore.net``.
 
-Owns the vocabulary of the store protocol. The bytes of blocks never travel here: clients on the node's host copy
-them to and from the slab themselves. Each request that has an answer carries a call number ``n`` that the answer
+Owns the vocabulary of the store protocol. Clients on the node's host copy the bytes of
+blocks to and from the slab themselves. Each request that has an answer carries a call number ``n`` that the answer
 repeats; numbers are the client's and mean nothing else. A lease exists only as the answer to an ask: the
 client counts its length from the moment it sent the ask, the node from the moment it answered.
 
     client -> node   Attach, Match, BringUp, ReleaseLease, Touched, ReserveBlocks, CommitBlocks, AbortBlocks,
                      ReportCorrupt, WritesEnded, UpdateWeights, StatAsk, LeasesAsk, ListBlocks, VerifyBlocks,
-                     CollectGarbage
+                     CollectGarbage, FetchMissing
     node -> client   Attached, AttachRefused, Superseded, Matched, BroughtUp, BlocksReserved, BlocksCommitted,
-                     WeightsUpdated, StoreStat, LeaseList, BlockList, BlocksVerified, GarbageCollected
+                     WeightsUpdated, StoreStat, LeaseList, BlockList, BlocksVerified, GarbageCollected, OthersKnown,
+                     MissingFetched
+    node -> node     Attach, FetchBlocks; back: Attached, BlocksOffered, then BlockPiece until all are sent
+
+Only between nodes do the bytes of blocks travel on a channel.
 """
 
 from __future__ import annotations
@@ -28,6 +32,9 @@ MAX_LEASES_LISTED = 1 << 16
 MAX_BLOCKS_LISTED = 4096
 MAX_BLOCKS_VERIFIED = 1024
 DEFAULT_NAMESPACE = "default"
+PIECE_BYTES_MAX = 1 << 20
+MAX_BLOCKS_PER_FETCH = 256
+FETCH_MS_MAX = 60_000
 
 Hash = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=BLOCK_DIGEST_BYTES, max_length=BLOCK_DIGEST_BYTES)]
@@ -174,6 +181,24 @@ class UpdateWeights(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     fingerprint: FieldTexts
 
 
+class FetchMissing(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Asks the node to bring blocks that its slab lacks from other nodes, as far as there is no gap."""
+
+    n: CallNumber
+    hashes: Hashes
+    deadline_ms: Annotated[int, Meta(ge=1, le=FETCH_MS_MAX)]
+    tenant: Tenant = ""
+    """Whom the blocks are charged to here."""
+
+
+class FetchBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """A node asks another for the bytes of these blocks, in this order, up to the first it does not have."""
+
+    n: CallNumber
+    block_bytes: Annotated[int, Meta(ge=1)]
+    hashes: Annotated[tuple[Hash, ...], Meta(max_length=MAX_BLOCKS_PER_FETCH)]
+
+
 class LeasesAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """Asks for ``LeaseList``."""
 
@@ -246,6 +271,36 @@ class WeightsUpdated(Struct, frozen=True, kw_only=True, tag_field="t", tag=True)
 
     n: CallNumber
     updated: bool
+
+
+class OthersKnown(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """How many other nodes the directory knows: with none, ``FetchMissing`` would be in vain."""
+
+    num_others: Annotated[int, Meta(ge=0)]
+
+
+class MissingFetched(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Answer to ``FetchMissing``: so many of its blocks, from the first on, were in the slab a moment ago."""
+
+    n: CallNumber
+    num_blocks: Annotated[int, Meta(ge=0)]
+
+
+class BlocksOffered(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Answer to ``FetchBlocks``: the digests of the blocks whose pieces follow; possibly of fewer than asked for."""
+
+    n: CallNumber
+    digests: Annotated[tuple[Digest, ...], Meta(max_length=MAX_BLOCKS_PER_FETCH)]
+
+
+class BlockPiece(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Bytes [start, start + len(data)) of offered block ``index``; blocks and pieces come in order."""
+
+    n: CallNumber
+    index: Annotated[int, Meta(ge=0, lt=MAX_BLOCKS_PER_FETCH)]
+    start: Annotated[int, Meta(ge=0)]
+    data: Annotated[bytes, Meta(max_length=PIECE_BYTES_MAX)]
+    """Empty: the block was found damaged and does not come, nor does any after it."""
 
 
 class Matched(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -390,6 +445,8 @@ ToNode = (
     | ReportCorrupt
     | WritesEnded
     | StatAsk
+    | FetchMissing
+    | FetchBlocks
 )
 """What a store node accepts."""
 
@@ -407,5 +464,10 @@ ToClient = (
     | BlocksReserved
     | BlocksCommitted
     | StoreStat
+    | OthersKnown
+    | MissingFetched
 )
 """What a store client accepts."""
+
+ToFetcher = Attached | AttachRefused | BlocksOffered | BlockPiece
+"""What a store node accepts of another one."""

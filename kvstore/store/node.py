@@ -1,7 +1,8 @@
 """The store node: serves the index of one host slab to the local workers.
 
 Owns the ``SlabIndex`` and, through it, the truth about the slab; owns one session per client connection. The workers
-on this host copy blocks in the shared memory they map; the node itself touches bytes only between slab and disk.
+on this host copy blocks in the shared memory they map; the node itself touches bytes only between slab and disk, and
+to exchange blocks with other nodes (``PeerFetch``), which it finds through the directory.
 
 Life cycle of a session: handshake -> Attach -> Attached -> requests -> connection ends. At its end the read leases
 of the session are released, and slots it was still writing are quarantined until one of two things
@@ -19,16 +20,18 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvstore.core.announcer import Announcer
 from kvstore.core.disk_slots import NO_ORIGIN
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 from kvstore.core.namespaces import EPOCH_FIELD, Namespaces, differing_texts
 from kvstore.core.quota import TenantBook
-from kvstore.core.slab_index import HolderId, LeaseId, MatchResult, SlabCounts, SlabIndex
+from kvstore.core.slab_index import HOST_TIER, HolderId, LeaseId, MatchResult, SlabCounts, SlabIndex
 from kvstore.errors import FingerprintMismatch, KopirError, ProtocolError
 from kvstore.net.channel import Channel, ChannelServer
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import ProcessWatch, boottime_ns
 from kvstore.store.auditor import Auditor
+from kvstore.store.directory_link import DirectoryLink
 from kvstore.store.disk.tier import DiskTier
 from kvstore.store.inspection import disk_stat, list_blocks, origin_of, verify_blocks
 from kvstore.store.lower_edge import LowerEdge
@@ -45,6 +48,8 @@ from kvstore.store.messages import (
     BroughtUp,
     CollectGarbage,
     CommitBlocks,
+    FetchBlocks,
+    FetchMissing,
     GarbageCollected,
     LeaseInfo,
     LeaseList,
@@ -53,6 +58,8 @@ from kvstore.store.messages import (
     Match,
     Matched,
     MatchedBlock,
+    MissingFetched,
+    OthersKnown,
     ReleaseLease,
     ReportCorrupt,
     ReserveBlocks,
@@ -69,6 +76,7 @@ from kvstore.store.messages import (
     WeightsUpdated,
     WritesEnded,
 )
+from kvstore.store.peer_fetch import MAX_FETCHES, PeerFetch
 from kvstore.store.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -118,10 +126,14 @@ class StoreNode:
         loop: asyncio.AbstractEventLoop,
         clock_ns: Callable[[], int] = boottime_ns,
         book: TenantBook | None = None,
+        announcer: Announcer | None = None,
         disk: DiskTier | None = None,
         disk_off: str = "",
     ) -> None:
-        """``book`` is the one that ``index`` charges. ``disk``: the tier below; ``disk_off``: why there is none."""
+        """``book`` is the one that ``index`` charges, ``announcer`` the one it tells what comes and goes.
+
+        ``disk``: the tier below; ``disk_off``: why there is none.
+        """
         self._slab = slab
         self._index = index
         self._book = TenantBook() if book is None else book
@@ -134,22 +146,52 @@ class StoreNode:
         self._disk_off = disk_off
         self._slow_calls: set[asyncio.Task[None]] = set()
         self._server = ChannelServer(secret=secret, me=me, decode=ToNode, on_channel=self._on_channel)
+        self._link = DirectoryLink(
+            me=me,
+            secret=secret,
+            announcer=Announcer(needs_snapshot=True) if announcer is None else announcer,
+            blocks=lambda: {HOST_TIER: index.hashes()},
+            on_others=self._on_others,
+        )
+        self._peers = PeerFetch(
+            slab,
+            index,
+            self._link,
+            me=me,
+            secret=secret,
+            clock_ns=clock_ns,
+            on_reserved=(lambda: None) if self._edge is None else self._edge.take_evicted,
+        )
+        self._fetches: set[asyncio.Task[None]] = set()
         self._sessions: dict[HolderId, _Session] = {}
         self._num_sessions = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_deadline_ns = 0
 
-    async def start(self, host: str, port: int = 0) -> tuple[str, int]:
-        """Listens; returns (host, port). Raises: OSError if the address is taken."""
+    async def start(self, host: str, port: int = 0, *, advertised_host: str | None = None) -> tuple[str, int]:
+        """Listens; returns (host, port). Other nodes dial ``advertised_host`` (default: ``host``).
+
+        Raises: OSError if the address is taken.
+        """
         await self._server.start(host, port)
+        self._link.start(advertised_host or self._server.host, self._server.port)
         self._auditor.start()
         logger.info(
             "store_ready host=%s port=%d blocks=%d", self._server.host, self._server.port, self._slab.num_blocks
         )
         return self._server.host, self._server.port
 
+    def set_directory(self, host: str, port: int) -> None:
+        """Names the directory that lives now: what this node has is announced there, and what others have found."""
+        self._link.set_address(host, port)
+
     async def close(self) -> None:
         """Ends every session. The slab belongs to the caller, who closes it afterwards."""
+        await self._link.close()
+        for fetch in tuple(self._fetches):
+            fetch.cancel()
+        await asyncio.gather(*self._fetches, return_exceptions=True)
+        self._peers.close()
         await self._server.close()
         self._auditor.close()
         if self._timer is not None:
@@ -180,6 +222,10 @@ class StoreNode:
             clients=sum(session.is_open for session in self._sessions.values()),
             counters={
                 **self._index.counters.to_dict(),
+                **self._peers.counters.to_dict(),
+                "other_nodes": self._link.num_others,
+                "directory_losses": self._link.losses,
+                "directory_snapshots": self._link.snapshots,
                 "rejected_connections": self._server.rejected,
                 "audits": self._auditor.num_looks,
                 "audit_findings": self._auditor.num_findings,
@@ -244,9 +290,16 @@ class StoreNode:
                 return
             session = self._open_session(channel, ask)
             await channel.send(self._attached(ask.n))
+            if session.namespace is not None and self._link.num_others:
+                await channel.send(OthersKnown(num_others=self._link.num_others))
             while session.is_open:
-                reply = self._handle(session, await channel.recv())
+                message = await channel.recv()
+                if isinstance(message, FetchBlocks):
+                    await self._peers.give(channel, message, session.holder)
+                    continue
+                reply = self._handle(session, message)
                 self._arm_timer()
+                self._link.poke()
                 if reply is not None:
                     await channel.send(reply)
         except (KopirError, TimeoutError) as error:
@@ -379,8 +432,12 @@ class StoreNode:
                 return self.stat(message.n)
             case LeasesAsk():
                 return self.leases(message.n)
-            case Attach():
-                raise ProtocolError("Attach twice on one connection")
+            case FetchMissing():
+                fetch = self._loop.create_task(self._fetch_missing(session, message))
+                self._fetches.add(fetch)
+                fetch.add_done_callback(self._fetches.discard)
+            case Attach() | FetchBlocks():
+                raise ProtocolError(f"{type(message).__name__} where it cannot come")
         return None
 
     def _match(self, session: _Session, ask: Match) -> Matched:
@@ -536,6 +593,21 @@ class StoreNode:
                 other.is_superseded = True
                 self._tell(other, Superseded(differing_fields=differing))
         return WeightsUpdated(n=ask.n, updated=True)
+
+    async def _fetch_missing(self, session: _Session, ask: FetchMissing) -> None:
+        num_blocks = 0
+        if session.may_use_blocks and len(self._fetches) <= MAX_FETCHES:
+            num_blocks = await self._peers.fetch(
+                [BlockHash(block_hash) for block_hash in ask.hashes],
+                tenant=TenantId(ask.tenant),
+                deadline_s=ask.deadline_ms / 1000,
+            )
+        self._tell(session, MissingFetched(n=ask.n, num_blocks=num_blocks))
+
+    def _on_others(self, num_others: int) -> None:
+        for session in tuple(self._sessions.values()):
+            if session.is_open and session.namespace is not None:
+                self._tell(session, OthersKnown(num_others=num_others))
 
     def _tell(self, session: _Session, message: ToClient) -> None:
         """Sends what nobody asked for; a client that does not read loses its connection."""

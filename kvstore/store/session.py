@@ -34,6 +34,7 @@ from kvstore.store.messages import (
     Match,
     Matched,
     MatchedBlock,
+    OthersKnown,
     ReleaseLease,
     ReportCorrupt,
     ReserveBlocks,
@@ -74,6 +75,8 @@ class StoreSession:
         self._on_superseded = on_superseded
         self.reader = SharedReader(slab)
         self.clock_ns = clock_ns
+        self.num_others = 0
+        """Other nodes that the node could fetch from."""
         self._channel = channel
         self._numbers = count(1)
         self._calls: dict[int, _Call] = {}
@@ -152,6 +155,9 @@ class StoreSession:
                 message = await self._channel.recv()
                 if isinstance(message, Superseded):
                     self._on_superseded(message)
+                    continue
+                if isinstance(message, OthersKnown):
+                    self.num_others = message.num_others
                     continue
                 call = self._calls.pop(message.n, None)
                 if call is not None and not call.answer.done():

@@ -296,3 +296,22 @@ def test_client_leaves_while_decode_is_dead(whole: Cluster) -> None:
     wait_replaced(whole, dead)
     whole.wait_idle()
     assert whole.record(request_id)["phase"] in ("cancelled", "interrupted")
+
+
+def test_a_directory_that_dies_is_replaced_and_told_everything(
+    whole: Cluster, client: openai.OpenAI, golden_bf16: Golden
+) -> None:
+    """Requests go on without it; the new one has another pid and knows every block that the store holds."""
+    dead = whole.status()["directory"]["pid"]
+    os.kill(dead, signal.SIGKILL)
+    prompt = make_prompt(107, 70)
+    assert ask(client, prompt=prompt, max_tokens=8).text == golden_bf16.run(prompt, 8).text
+
+    def knows_all() -> bool:
+        status = whole.status()
+        known = status["directory"].get("nodes", {})
+        stored = {f"store-{node['node']}": {"host": node["used"]} for node in status["store"]}
+        return bool(status["directory"]["pid"] != dead and known == stored)
+
+    poll_until(knows_all, deadline_s=20, what="the directory is back")
+    assert whole.status()["controller"]["pid"] not in (None, dead)

@@ -1,10 +1,11 @@
 """A program that is one store node or one worker of it, driven line by line over its standard input.
 
-    python store_process.py node   SECRET_HEX BLOCK_BYTES NUM_BLOCKS SHM_DIR   -> prints "HOST PORT", waits
+    python store_process.py node   SECRET_HEX BLOCK_BYTES NUM_BLOCKS SHM_DIR   -> prints "HOST PORT", then answers
     python store_process.py worker SECRET_HEX BLOCK_BYTES HOST PORT LEASE_MS   -> prints "ready", then answers
 
-Commands of a worker: ``put N...``, ``load N...``, ``match N...`` (keeps the lease), ``reserve N...`` (keeps the
-reservation), ``commit`` (of the kept reservation). The content of block N is ``content(N)``.
+Command of a node: ``directory HOST PORT``. Commands of a worker: ``put N...``, ``load N...``, ``match N...`` (keeps
+the lease), ``reserve N...`` (keeps the reservation), ``commit`` (of the kept reservation). The content of block N is
+``content(N)``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ def run_node(secret: bytes, block_bytes: int, num_blocks: int, shm_dir: Path) ->
         shm_dir=shm_dir,
     )
     print(*host.start("127.0.0.1"), flush=True)
-    sys.stdin.readline()
+    for line in sys.stdin:
+        command, directory_host, directory_port = line.split()
+        assert command == "directory", line
+        host.set_directory(directory_host, int(directory_port))
+        print("ok", flush=True)
     host.close()
 
 

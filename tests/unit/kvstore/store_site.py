@@ -49,7 +49,7 @@ class Site:
     """One store node in this process, and everything that was started beside it."""
 
     def __init__(self, shm_dir: Path) -> None:
-        self._shm_dir = shm_dir
+        self.shm_dir = shm_dir
         self._processes: list[Process] = []
         self._clients: list[StoreClient] = []
         self._hosts: list[StoreHost] = []
@@ -59,12 +59,13 @@ class Site:
         self,
         num_blocks: int = 16,
         *,
+        node: str = "test",
         quotas: Mapping[TenantId, int] | None = None,
         disk: DiskPlan | None = None,
     ) -> StoreHost:
         host = StoreHost(
-            node="test", incarnation=new_incarnation(), secret=SECRET, block_bytes=BLOCK_BYTES, num_blocks=num_blocks,
-            shm_dir=self._shm_dir, quotas=quotas, disk=disk,
+            node=node, incarnation=new_incarnation(), secret=SECRET, block_bytes=BLOCK_BYTES, num_blocks=num_blocks,
+            shm_dir=self.shm_dir, quotas=quotas, disk=disk,
         )  # fmt: skip
         self.address = host.start("127.0.0.1")
         self._hosts.append(host)
@@ -91,7 +92,7 @@ class Site:
 
     async def node(self, num_blocks: int = 16) -> Process:
         """A node process of its own, which can be killed."""
-        node = await self._spawn("node", SECRET.hex(), BLOCK_BYTES, num_blocks, self._shm_dir)
+        node = await self._spawn("node", SECRET.hex(), BLOCK_BYTES, num_blocks, self.shm_dir)
         host, port = (await node.line()).split()
         self.address = (host, int(port))
         return node
