@@ -117,3 +117,17 @@ def failover(
     return run_failover(
         quick=quick, json_path=json_path, plot_path=plot, check=check, seed=seed, settings=settings or []
     )
+
+
+@app.command(epilog="Example: kopir bench store --peers --json store.json")
+def store(
+    quick: QuickOption = False,
+    json_path: JsonFileOption = None,
+    check: CheckOption = False,
+    seed: SeedOption = 1,
+    peers: Annotated[bool, typer.Option("--peers", help="Also Mooncake Store (make bench-peers first).")] = False,
+) -> int:
+    """Measure put, get and exists of blocks, a verified local hit, and memory and look-ups of a million blocks."""
+    from bench.store import run_store
+
+    return run_store(quick=quick, json_path=json_path, check=check, seed=seed, has_peers=peers)

@@ -169,6 +169,21 @@ def _started(name: str) -> Iterator[PeerProgram]:
 
 
 @contextmanager
+def mooncake_store(setting: str) -> Iterator[PeerProgram]:
+    """Runs Mooncake as a block store, with a master of its own; ``setting``: ``tcp`` or ``best``, see its program.
+
+    Raises: EnvironmentProblem when its environment is missing or it does not start.
+    """
+    environment = find("mooncake")
+    with _mooncake_master(environment) as ports:
+        command = [str(environment.python), str(FOLDER / "mooncake_store_peer.py"), setting, *ports]
+        with running(command, environment, stdout=subprocess.PIPE) as process:
+            program = PeerProgram(process)
+            program.read()
+            yield program
+
+
+@contextmanager
 def _mooncake_master(environment: Environment) -> Iterator[list[str]]:
     """Starts Mooncake's master with its own metadata server; gives their ports as the peer program wants them."""
     master, metadata, metrics = _free_ports(3)

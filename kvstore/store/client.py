@@ -162,6 +162,7 @@ class StoreClient:
         self._connected = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._slab: Slab | None = None
+        self._toucher: asyncio.Task[None] | None = None
         self._reservations: set[WriteReservation] = set()
         self._owes_writes_ended = False
         self._has_lower_tier = False
@@ -210,6 +211,8 @@ class StoreClient:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
             self._keeper = None
+        if self._toucher is not None:
+            await asyncio.gather(self._toucher, return_exceptions=True)
         if self._slab is not None:
             self._slab.close()
             self._slab = None
@@ -642,6 +645,8 @@ class StoreClient:
         if self._slab is not None:
             self._slab.close()
         self._slab = slab
+        # In the background: a slab of many gigabytes takes seconds, and can be used meanwhile.
+        self._toucher = asyncio.get_running_loop().create_task(asyncio.to_thread(slab.touch_pages))
         return slab
 
     def _connection_ended(self) -> None:

@@ -21,7 +21,7 @@ from kvstore.digest import verify
 from kvstore.store.copying import copy_block, zero_block
 from kvstore.store.slab import Slab
 
-BATCH_MIN = 16
+BATCH_MIN = 128
 """Fewer hashes than this are looked up faster one by one."""
 _HASH_WORDS = BLOCK_HASH_BYTES // 8
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import psutil
 from msgspec import Meta, Struct
 
@@ -88,6 +89,10 @@ class Slab:
             raise IndexError(f"slot {slot} of a slab with {self.num_blocks} slots")
         start = self._slots_start + slot * self._stride
         return self._bytes[start : start + self.block_bytes]
+
+    def touch_pages(self) -> None:
+        """Reads one byte of every page, so that no later copy waits for a page fault. Lets other threads run."""
+        np.frombuffer(self._bytes, dtype=np.uint8)[::PAGE_BYTES].max()
 
     def close(self) -> None:
         """Unlinks the file if this process is its owner, and drops the mapping once no view of it is left."""
