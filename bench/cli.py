@@ -131,3 +131,20 @@ def store(
     from bench.store import run_store
 
     return run_store(quick=quick, json_path=json_path, check=check, seed=seed, has_peers=peers)
+
+
+@app.command(epilog="Example: kopir bench hitrate --trace trace.jsonl --capacity 1000 --capacity 30000")
+def hitrate(
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="JSONL with hash_ids per prompt; a sample without.")
+    ] = None,
+    capacities: Annotated[
+        list[int] | None, typer.Option("--capacity", metavar="BLOCKS", help="Size of the tier; repeatable.")
+    ] = None,
+    json_path: JsonFileOption = None,
+    check: CheckOption = False,
+) -> int:
+    """Replay a trace: prefix hits by LRU, S3-FIFO, ARC, our policy and the offline optimum."""
+    from bench.hitrate import run_hitrate
+
+    return run_hitrate(trace=trace, capacities=capacities or [], json_path=json_path, check=check)

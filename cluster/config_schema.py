@@ -157,8 +157,9 @@ class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         doc("`true`: a block counts as stored on the disk once it would survive a power cut; `false`: a crash only."),
     ] = True
     eviction: Annotated[
-        Literal["kopir", "lru", "s3fifo"], doc("Which blocks leave a full tier first: `kopir`, `lru` or `s3fifo`.")
-    ] = "lru"
+        Literal["kopir", "lru", "s3fifo", "arc"],
+        doc("Which blocks leave a full tier first: `kopir` (prefixes, learned reuse), `lru`, `s3fifo` or `arc`."),
+    ] = "kopir"
     verify: Annotated[
         Literal["digest", "none"],
         doc("`digest` compares the xxh3-128 digest of every block that moved; `none` trusts the transport."),

@@ -19,7 +19,6 @@ from workers.spec import WorkerSpec
 def check_supported(config: Config) -> None:
     """Refuses what the configuration can say and this version cannot do. Raises: BadInput."""
     refusals = (
-        ("kv.eviction", config.kv.eviction, config.kv.eviction != "lru", "only lru is available yet"),
         ("kv.verify", config.kv.verify, config.kv.verify != "digest", "only digest is available yet"),
         (
             "server.host",
@@ -79,6 +78,7 @@ def make_plan(config: Config, *, model_path: Path, model: ModelConfig, cores: in
         disk_path=None if config.kv.disk_path is None else str(Path(config.kv.disk_path).absolute() / "node-0"),
         disk_bytes=config.kv.disk_bytes,
         disk_sync=config.kv.disk_sync,
+        eviction=config.kv.eviction,
     )
     if store.disk_path is not None and num_slots_in(store.disk_bytes, layout.block_bytes) < 1:
         raise BadInput("kv.disk_bytes", store.disk_bytes, f"one block needs {layout.block_bytes} bytes and a header")

@@ -58,6 +58,7 @@ def serve_store(
         num_blocks=num_blocks,
         host_identity=config.kv.host_identity,
         disk=disk,
+        eviction=config.kv.eviction,
     )
     try:
         address = node.start(host, port)

@@ -48,6 +48,7 @@ class StoreSpec(Struct, frozen=True, kw_only=True):
     """Folder of the node's disk tier; each node has one of its own."""
     disk_bytes: int = 0
     disk_sync: bool = True
+    eviction: str = "kopir"
 
 
 class StoreAddress(Struct, frozen=True, kw_only=True):

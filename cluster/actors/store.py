@@ -43,6 +43,7 @@ class StoreProcess:
             host_identity=spec.host_identity,
             quotas=None if keys is None else keys.current.quotas(),
             disk=None if spec.disk_path is None else DiskPlan(Path(spec.disk_path), spec.disk_bytes, spec.disk_sync),
+            eviction=spec.eviction,
         )
         host, port = self._host.start(spec.bind_host)
         if keys is not None:

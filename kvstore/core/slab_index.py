@@ -76,6 +76,9 @@ class _Write:
     block_hash: BlockHash
     writer: HolderId
     deadline_ns: int
+    parent: tuple[int, int] | None
+    """Slot and generation of the block before it in the prompt, as far as the reservation names it."""
+    is_tail: bool
 
 
 class SlabIndex:
@@ -136,14 +139,18 @@ class SlabIndex:
         # The blocks of the same request that are here already are kept from being evicted for its own tail.
         own = {slot for slot in map(self._used.find, hashes) if slot is not None}
         refusal: ReserveStatus | None = None
-        for block_hash in hashes:
+        parent: int | None = None
+        for idx, block_hash in enumerate(hashes):
+            is_tail = idx == len(hashes) - 1
             if block_hash in self._used:
+                parent = self._used.find(block_hash)
                 outcomes.append(ReserveOutcome(ReserveStatus.PRESENT))
                 continue
             if block_hash in self._writing_hashes:
+                parent = self._writing_hashes[block_hash]
                 outcomes.append(ReserveOutcome(ReserveStatus.IN_PROGRESS))
                 continue
-            taken = refusal or self._take_slot(tenant, own)
+            taken = refusal or self._take_slot(block_hash, tenant, own, is_tail=is_tail)
             if isinstance(taken, ReserveStatus):
                 refusal = taken
                 self._count_refusal(taken)
@@ -152,7 +159,8 @@ class SlabIndex:
             slot = taken
             self._slots.generation[slot] += 1
             generation = self._slots.generation[slot]
-            self._writing[slot] = _Write(block_hash, writer, deadline_ns)
+            self._writing[slot] = _Write(block_hash, writer, deadline_ns, self._life_of(parent), is_tail)
+            parent = slot
             self._writing_hashes[block_hash] = slot
             heappush(self._write_deadlines, (deadline_ns, slot, generation))
             outcomes.append(ReserveOutcome(ReserveStatus.GRANTED, slot, generation))
@@ -181,7 +189,11 @@ class SlabIndex:
             return False
         self._forget_write(slot)
         self._used.insert(slot, block_hash, digest, generation)
-        self._policy.on_insert(slot, block_hash)
+        # A parent that has left meanwhile is none: its slot may hold a stranger.
+        parent = (
+            write.parent[0] if write.parent is not None and self._life_of(write.parent[0]) == write.parent else None
+        )
+        self._policy.on_insert(slot, block_hash, parent=parent, is_tail=write.is_tail)
         if self._announcer is not None:
             self._announcer.added(HOST_TIER, block_hash)
         self.counters.committed_blocks += 1
@@ -234,9 +246,11 @@ class SlabIndex:
         self.counters.missed_blocks += len(hashes) - len(slots)
         if not slots:
             return NO_MATCH
-        for slot, block_hash in zip(reversed(slots), reversed(hashes[: len(slots)]), strict=True):
+        for idx in range(len(slots) - 1, -1, -1):
+            slot = slots[idx]
             self._slots.pins[slot] += 1
-            self._policy.on_hit(slot, block_hash)
+            parent = slots[idx - 1] if idx else None
+            self._policy.on_hit(slot, hashes[idx], parent=parent, is_tail=idx == len(hashes) - 1)
         lease_id = LeaseId(self._next_lease_id)
         self._next_lease_id += 1
         self._leases[lease_id] = ReadLease(lease_id, reader, now_ns, deadline_ns, tuple(slots))
@@ -408,12 +422,17 @@ class SlabIndex:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _take_slot(self, tenant: TenantId, keep: set[int]) -> int | ReserveStatus:
-        """Returns a slot charged to the tenant, or why there is none."""
+    def _take_slot(
+        self, block_hash: BlockHash, tenant: TenantId, keep: set[int], *, is_tail: bool
+    ) -> int | ReserveStatus:
+        """Returns a slot for the block, charged to the tenant, or why there is none."""
         has_quota = self._book.has_room(tenant, self._block_bytes)
         if has_quota and self._slots.free:
             slot = self._slots.free.popleft()
         else:
+            if has_quota and not self._policy.admits(block_hash, is_tail=is_tail):
+                self.counters.not_admitted_blocks += 1
+                return ReserveStatus.NO_ROOM
             victim = self._victim(keep, of=None if has_quota else self._tenants.find(tenant))
             if victim is None:
                 return ReserveStatus.NO_ROOM if has_quota else ReserveStatus.OVER_QUOTA
@@ -439,6 +458,9 @@ class SlabIndex:
             if pins[slot] == 0 and slot not in keep and (of is None or tenants[slot] == of):
                 return slot
         return None
+
+    def _life_of(self, slot: int | None) -> tuple[int, int] | None:
+        return None if slot is None else (slot, self._slots.generation[slot])
 
     def _note_evicted(self, slot: int) -> None:
         block_hash = self._used.hash_at(slot)

@@ -97,6 +97,8 @@ class SlabCounters:
     corrupt_blocks: int = 0
     refused_commits: int = 0
     no_room_blocks: int = 0
+    not_admitted_blocks: int = 0
+    """A part of ``no_room_blocks``: everything here was worth more. The blocks after such a one are not in it."""
     over_quota_blocks: int = 0
     expired_write_blocks: int = 0
     expired_leases: int = 0

@@ -21,7 +21,7 @@ import msgspec
 
 from kvstore.core.announcer import Announcer
 from kvstore.core.disk_slots import DiskIndex
-from kvstore.core.eviction import LruPolicy
+from kvstore.core.eviction import DEFAULT_POLICY, make_policy
 from kvstore.core.ids import TenantId
 from kvstore.core.quota import TenantBook
 from kvstore.core.slab_index import SlabIndex
@@ -65,14 +65,17 @@ class StoreHost:
         clock_ns: Callable[[], int] = boottime_ns,
         quotas: Mapping[TenantId, int] | None = None,
         disk: DiskPlan | None = None,
+        eviction: str = DEFAULT_POLICY,
     ) -> None:
         """Allocates nothing yet. ``host_identity`` ``auto``: found out here. ``quotas``: bytes by ``tenant_of(salt)``.
 
         ``disk``: the tier below the slab; a disk that cannot be used is one event, and the node goes on without it.
+        ``eviction``: name of the policy of each tier, one of ``kvstore.core.eviction.POLICIES``.
 
         Raises: BadInput naming the tenant of a bad quota.
         """
         self._book = TenantBook(quotas)
+        self._eviction = eviction
         self._me = PeerInfo(
             role="store",
             peer_id=f"store-{node}",
@@ -111,7 +114,7 @@ class StoreHost:
             announcer = Announcer(needs_snapshot=True)
             index = SlabIndex(
                 self._num_blocks,
-                policy=LruPolicy(self._num_blocks),
+                policy=make_policy(self._eviction, self._num_blocks),
                 table=self._slab.table,
                 book=self._book,
                 block_bytes=self._block_bytes,
@@ -153,7 +156,7 @@ class StoreHost:
             return None, f"open: {error.strerror or error}"
         index = DiskIndex(
             num_slots,
-            policy=LruPolicy(num_slots),
+            policy=make_policy(self._eviction, num_slots),
             book=self._book,
             block_bytes=self._block_bytes,
             recovered=file.recovered,
