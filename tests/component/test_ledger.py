@@ -110,8 +110,14 @@ async def test_an_ingress_that_dies_leaves_an_honest_record(
     ledger = cluster.backend._book._ledger
     siblings = cluster.backend._book._siblings
     assert ledger is not None and siblings is not None
-    written = ledger.num_written
-    await until(lambda: ledger.num_written > written)
+    other_ledger = other._book._ledger
+    assert other_ledger is not None
+
+    def is_written() -> bool:
+        row = other_ledger.find("req-1", tenant="t")
+        return row is not None and row.record["phase"] == "delivering"
+
+    await until(is_written)
     # As a killed process: nothing more is written, nobody answers, nothing is taken back.
     await siblings.close()
     ledger._store.leave = lambda owner: None  # type: ignore[union-attr,method-assign]
