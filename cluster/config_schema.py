@@ -161,8 +161,11 @@ class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         doc("Which blocks leave a full tier first: `kopir` (prefixes, learned reuse), `lru`, `s3fifo` or `arc`."),
     ] = "kopir"
     verify: Annotated[
-        Literal["digest", "none"],
-        doc("`digest` compares the xxh3-128 digest of every block that moved; `none` trusts the transport."),
+        Literal["digest", "full", "none"],
+        doc(
+            "`digest` compares the xxh3-128 digest of every block that moved; `full` also checks each landed block for "
+            "numbers that are not finite, elements that nobody wrote and a touched tail; `none` trusts the transport."
+        ),
     ] = "digest"
     host_identity: Annotated[
         Text,

@@ -19,7 +19,6 @@ from workers.spec import WorkerSpec
 def check_supported(config: Config) -> None:
     """Refuses what the configuration can say and this version cannot do. Raises: BadInput."""
     refusals = (
-        ("kv.verify", config.kv.verify, config.kv.verify != "digest", "only digest is available yet"),
         (
             "server.host",
             config.server.host,
@@ -62,6 +61,7 @@ def make_plan(config: Config, *, model_path: Path, model: ModelConfig, cores: in
                 lease_ms=config.attempts.lease_ms,
                 max_stream_backlog_tokens=config.limits.max_stream_backlog_tokens,
                 host_identity=config.kv.host_identity,
+                verify="full" if config.kv.verify == "full" else "digest",
             )
             for index in range(section.replicas)
         )

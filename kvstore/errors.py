@@ -8,6 +8,7 @@
     │   └── NoCapacity               every slot, block or queue place is taken
     └── FatalError                   the environment will not recover by itself
         ├── FingerprintMismatch      the other side's KV cannot be used here; names the fields
+        │   └── LayoutRefused        its blocks are not what its fingerprint says; names what is wrong
         ├── ProtocolError            the other side broke the wire contract
         ├── AuthenticationError      the other side does not know the cluster secret
         └── EnvironmentProblem       something on this machine is missing or too small; says what to do
@@ -65,6 +66,18 @@ class FingerprintMismatch(FatalError):
 
     def __str__(self) -> str:
         return "fingerprints differ in: " + ", ".join(self.differing_fields)
+
+
+class LayoutRefused(FingerprintMismatch):
+    """A probe block did not hold what the fingerprint says: the other side's KV cannot be used here."""
+
+    def __init__(self, violations: tuple[str, ...]) -> None:
+        super().__init__(("kv_layout",))
+        self.args = (violations,)
+        self.violations = violations
+
+    def __str__(self) -> str:
+        return "the probe block of the link is wrong: " + "; ".join(self.violations)
 
 
 class ProtocolError(FatalError):

@@ -48,6 +48,7 @@ from workers.growth import Growth
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvPeer
 from workers.kv_pool import KvPool
+from workers.layout_proof import LayoutProof, describe
 from workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -77,8 +78,10 @@ class DecodeSide:
         post: Callable[..., None],
         store: StoreClient | None = None,
         fingerprint_digest: bytes | None = None,
+        proof: LayoutProof | None = None,
     ) -> None:
         self._spec = spec
+        self._proof = proof
         self._pool = pool
         self._memory = memory
         self._transport = transport
@@ -429,7 +432,7 @@ class DecodeSide:
     def _on_received(
         self, key: AttemptKey, peer: KvPeer, posted: list[PostedBlock], done: Future[list[TransferResult]]
     ) -> None:
-        results = done.result()
+        results = [self._checked(key, block, result) for block, result in zip(posted, done.result(), strict=True)]
         peer.send(
             BlocksLanded(
                 attempt_id=key[0],
@@ -458,6 +461,17 @@ class DecodeSide:
                     self._memory.zero_block(attempt.slots[block.index])
                 state = attempt.tracker.on_failed(block.index, result.name)
         self._advance(attempt, state)
+
+    def _checked(self, key: AttemptKey, block: PostedBlock, result: TransferResult) -> TransferResult:
+        """In debug mode (``kv.verify: full``) a block of the right digest whose content cannot be KV is corrupt."""
+        attempt = self._attempts.get(key)
+        if self._proof is None or attempt is None or result is not TransferResult.OK:
+            return result
+        report = self._proof.check_landed(self._memory.bytes_view[attempt.slots[block.index]], block.num_tokens)
+        if report.is_clean:
+            return result
+        logger.error("layout_violation attempt_id=%s epoch=%d index=%d %s", *key, block.index, describe(report))
+        return TransferResult.CORRUPT
 
     def _settle(self, key: AttemptKey, num_settled: int) -> None:
         """Transfers came to their end; with the last one, nobody outside can touch the attempt's slots any more."""

@@ -1,29 +1,35 @@
 """The control channel between a prefill worker (dials) and a decode worker (listens), beside the block transport.
 
 Owns the channels and the agreement that a pair may exchange blocks: same fingerprint, transport connected on
-both sides. A link counts as ready only after its transport is warm. Digests, hand-offs and results travel here;
+both sides, and a probe block that prefill pushed and decode found right (``layout_proof``). A link counts as ready
+only after that, which also warms the transport's path of whole blocks. Digests, hand-offs and results travel here;
 the bytes of blocks never do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore.core.identity import Fingerprint, differences
-from kvstore.core.messages import KvHello, KvHelloReply, ToDecode, ToPrefill
-from kvstore.errors import FingerprintMismatch, KopirError, PeerLost, ProtocolError
+from kvstore.core.messages import KvHello, KvHelloReply, KvProbeResult, ToDecode, ToPrefill
+from kvstore.errors import FingerprintMismatch, KopirError, LayoutRefused, PeerLost, ProtocolError
 from kvstore.net.channel import Channel, ChannelServer, connect, serve
 from kvstore.net.handshake import PeerInfo
-from kvstore.transport.base import Transport
+from kvstore.transport.base import BlockReceive, BlockSend, TransferResult, Transport
+from workers.kv_pool import KvPool
+from workers.layout_proof import LayoutProof, describe
 from workers.spec import DecodeAddress
 
 logger = logging.getLogger(__name__)
 
 CONNECT_DEADLINE_S = 5.0
+PROBE_TAG_FIRST = 1 << 62
+"""Tags of probe blocks; those of a block pool count up from 1 and never come here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,7 @@ class KvIdentity:
     secret: bytes
     fingerprint: Fingerprint
     transport: Transport
+    proof: LayoutProof
 
 
 async def connect_transport(transport: Transport, peer: PeerInfo, address: bytes, *, my_host: str) -> None:
@@ -92,6 +99,7 @@ class KvListener:
         self._on_message = on_message
         self._on_lost = on_lost
         self._server: ChannelServer | None = None
+        self._probe_tags = itertools.count(PROBE_TAG_FIRST)
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listens; returns (host, port)."""
@@ -131,6 +139,7 @@ class KvListener:
             raise ProtocolError(f"{type(hello).__name__} before KvHello")
         me = self._identity.me
         differing = differences(self._identity.fingerprint, Fingerprint.from_dict(hello.fingerprint))
+        challenge, tag = self._identity.proof.challenge(), next(self._probe_tags)
         reply = KvHelloReply(
             accepted=not differing,
             worker_id=me.peer_id,
@@ -139,12 +148,32 @@ class KvListener:
             host_identity=me.host_identity,
             address=self._identity.transport.address(),
             differing_fields=tuple(differing),
+            challenge=challenge,
+            probe_tag=tag,
         )
         await channel.send(reply)
         if differing:
             raise FingerprintMismatch(tuple(differing))
         # Both sides connect at the same time: wiring an endpoint up needs both to make progress.
         await connect_transport(self._identity.transport, channel.peer, hello.address, my_host=me.host_identity)
+        await self._demand_proof(channel, challenge, tag)
+
+    async def _demand_proof(self, channel: Channel, challenge: bytes, tag: int) -> None:
+        """Reads the peer's probe block through the transport. Raises: LayoutRefused; PeerLost when it did not come."""
+        identity, peer = self._identity, channel.peer.incarnation
+        landing = KvPool(identity.proof.layout, 1)
+        receive = BlockReceive(tag, landing.block_bytes_view(0), None)
+        pending = identity.transport.receive(peer, [receive], deadline_s=CONNECT_DEADLINE_S)
+        # A receive without an end may still be written to: the transport holds the buffer until it has one.
+        (result,) = await asyncio.wrap_future(pending)
+        if result is not TransferResult.OK:
+            raise PeerLost(f"the probe block of {channel.peer.peer_id} did not arrive: {result.name}")
+        report = identity.proof.check_probe(
+            landing.bytes_view[0], challenge, writer=peer, reader=identity.me.incarnation
+        )
+        await channel.send(KvProbeResult(accepted=report.is_clean, violations=describe(report)))
+        if not report.is_clean:
+            raise LayoutRefused(describe(report))
 
 
 class KvDialer:
@@ -162,7 +191,7 @@ class KvDialer:
     async def link(self, address: DecodeAddress) -> KvPeer:
         """Returns the live link to a decode worker, dialling it when needed.
 
-        Raises: PeerLost, DeadlineExceeded; FingerprintMismatch naming the fields.
+        Raises: PeerLost, DeadlineExceeded; FingerprintMismatch naming the fields; LayoutRefused naming what is wrong.
         """
         task = self._links.get(address.incarnation)
         if task is None or (task.done() and (task.exception() is not None or task.result().is_closing)):
@@ -227,6 +256,21 @@ class KvDialer:
         if not reply.accepted:
             raise FingerprintMismatch(reply.differing_fields)
         await connect_transport(transport, channel.peer, reply.address, my_host=me.host_identity)
+        await self._prove(channel, reply)
+
+    async def _prove(self, channel: Channel, reply: KvHelloReply) -> None:
+        """Pushes the probe block that the peer asked for and waits for its verdict."""
+        identity, peer = self._identity, channel.peer.incarnation
+        probe = identity.proof.probe_block(reply.challenge, writer=identity.me.incarnation, reader=peer)
+        send = BlockSend(reply.probe_tag, probe.block_bytes_view(0))
+        pushed = identity.transport.push(peer, [send], deadline_s=CONNECT_DEADLINE_S)
+        async with asyncio.timeout(CONNECT_DEADLINE_S):
+            verdict = await channel.recv()
+        await asyncio.wrap_future(pushed)
+        if not isinstance(verdict, KvProbeResult):
+            raise ProtocolError(f"{type(verdict).__name__} instead of KvProbeResult")
+        if not verdict.accepted:
+            raise LayoutRefused(verdict.violations)
 
     async def _read(self, channel: Channel, peer: KvPeer) -> None:
         try:

@@ -37,6 +37,7 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
     bind_host: str = "127.0.0.1"
     host_identity: str = "auto"
     transport: Literal["ucx", "inproc"] = "ucx"
+    verify: Literal["digest", "full"] = "digest"
     store_host: str | None = None
     store_port: int | None = None
 

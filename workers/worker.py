@@ -42,6 +42,7 @@ from workers.guide import GuideFactory
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvIdentity, KvListener, KvPeer
 from workers.kv_pool import KvPool
+from workers.layout_proof import LayoutProof
 from workers.loop_thread import LoopThread
 from workers.model.config import ModelConfig, read_config
 from workers.model.decoder import load_decoder
@@ -95,6 +96,7 @@ class Worker:
         self._memory.tensor.zero_()
         engine, numerics = _make_engine(spec, config, self._memory)
         self._fingerprint = make_fingerprint(config, layout, digests=model_digests(folder), numerics=numerics)
+        self._proof = LayoutProof(layout, self._secret)
         self._transport = _make_transport(spec)
         self._guides = GuideFactory(folder, config.vocab_size)
         self._engine = EngineLoop(
@@ -166,7 +168,7 @@ class Worker:
 
     async def _open(self) -> tuple[str, int]:
         spec = self._spec
-        identity = KvIdentity(self._me, self._secret, self._fingerprint, self._transport)
+        identity = KvIdentity(self._me, self._secret, self._fingerprint, self._transport, self._proof)
         self._dialer = KvDialer(identity, on_message=self._on_decode_message, on_lost=self._on_decode_lost)
         self._listener = KvListener(identity, on_message=self._on_prefill_message, on_lost=self._on_prefill_lost)
         self._store = StoreClient(
@@ -186,7 +188,13 @@ class Worker:
             "post": self._links.call,
         }
         if spec.role != "prefill":
-            self._decode = DecodeSide(spec, **parts, store=self._store, fingerprint_digest=self._fingerprint.digest())
+            self._decode = DecodeSide(
+                spec,
+                **parts,
+                store=self._store,
+                fingerprint_digest=self._fingerprint.digest(),
+                proof=self._proof if spec.verify == "full" else None,
+            )
         if spec.role != "decode":
             self._prefill = PrefillSide(
                 spec,
@@ -370,6 +378,7 @@ class Worker:
     def _make_status(self, nonce: int, running: int, waiting: int) -> Status:
         counts = self._pool.counts()
         counters: dict[str, int] = {**self._transport.stats(), "rejected_connections": self._listener.rejected}
+        counters |= self._proof.counters
         for side in (self._prefill, self._decode):
             if side is not None:
                 running_there, waiting_there = side.load()

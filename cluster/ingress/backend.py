@@ -324,6 +324,7 @@ class RelayBackend(Backend):
             self._on_frame(message)
         elif isinstance(message, Status):
             self._fleet.on_status(message)
+            self._metrics.on_report(message.incarnation, message.counters)
         else:
             request = self._by_attempt.get(message.attempt_id)
             if request is None:

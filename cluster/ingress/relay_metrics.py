@@ -1,11 +1,18 @@
-"""What the request driver counts: tokens by their fate, and messages that came too late."""
+"""What the request driver counts: tokens by their fate, messages that came too late, and what workers report."""
 
 from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from cluster.core.attempt_events import Close
 from cluster.core.retry_budget import RetryBudget
+
+WORKERS_MAX = 4096
+"""Lives of workers whose last report is remembered."""
+VIOLATIONS = "layout_violations."
 
 
 class RelayMetrics:
@@ -39,6 +46,28 @@ class RelayMetrics:
             ("port",),
             registry=registry,
         )
+        self.layout_checks = Counter(
+            "kopir_layout_checks", "Blocks that workers checked against their layout.", registry=registry
+        )
+        self.layout_violations = Counter(
+            "kopir_layout_violations", "What those checks found, by kind.", ("kind",), registry=registry
+        )
+        self._reported: OrderedDict[str, dict[str, int]] = OrderedDict()
+
+    def on_report(self, incarnation: str, counters: Mapping[str, int]) -> None:
+        """Adds what a life of a worker has counted since its last report."""
+        before = self._reported.get(incarnation, {})
+        relevant = {name: value for name, value in counters.items() if name.startswith("layout_")}
+        self._reported[incarnation] = relevant
+        self._reported.move_to_end(incarnation)
+        if len(self._reported) > WORKERS_MAX:
+            self._reported.popitem(last=False)
+        for name, value in relevant.items():
+            added = max(0, value - before.get(name, 0))
+            if name.startswith(VIOLATIONS):
+                self.layout_violations.labels(name.removeprefix(VIOLATIONS)).inc(added)
+            elif name == "layout_checks":
+                self.layout_checks.inc(added)
 
     def watch_budget(self, budget: RetryBudget) -> None:
         """Shows what a budget has counted."""

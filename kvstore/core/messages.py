@@ -310,6 +310,15 @@ class KvHelloReply(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     host_identity: str
     address: bytes
     differing_fields: tuple[str, ...] = ()
+    challenge: bytes = b""
+    probe_tag: int = 0
+
+
+class KvProbeResult(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Verdict of the decode side on the probe block that it challenged its peer to push under ``probe_tag``."""
+
+    accepted: bool
+    violations: tuple[str, ...] = ()
 
 
 class PostedBlock(Struct, frozen=True, array_like=True):
@@ -367,7 +376,7 @@ class PrefillAbandoned(Struct, frozen=True, kw_only=True, tag_field="t", tag=Tru
 ToWorker = Reserve | Prefill | Cancel | LeaseGrant | Credit | Resend | StatusAsk
 ToIngress = Reserved | Refused | PrefillStarted | PrefillDone | AttemptFault | CancelAck | Frame | LeaseAsk | Status
 ToDecode = KvHello | BlocksPosted | HandOff | PrefillAbandoned
-ToPrefill = KvHelloReply | BlocksLanded | HandOffDone
+ToPrefill = KvHelloReply | KvProbeResult | BlocksLanded | HandOffDone
 
 
 def encode(message: Struct) -> bytes:
