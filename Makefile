@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 SEEDS ?= 0:200
 PACKAGES := kernels kvstore workers cluster bench
 
-.PHONY: help setup model serve test check format sim bench bench-peers soak docs clean distclean
+.PHONY: help setup model serve test check format sim bench bench-peers soak gpu-check docs clean distclean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -55,6 +55,9 @@ soak: model ## long repetitions of transport faults, 500 random kills, the pair 
 	$(BIN)/python -m pytest tests/e2e/pair --store tiny $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/e2e/pair --store full-disk $(PYTEST_ARGS)
 	KOPIR_SOAK_KILLS_PACED=450 KOPIR_SOAK_KILLS_REAL=50 $(BIN)/python -m pytest -s tests/kills $(PYTEST_ARGS)
+
+gpu-check: setup ## check and time the CUDA and Triton paths on this machine's GPU (says so where there is none)
+	$(BIN)/python -m bench.gpu_kernels $(ARGS)
 
 docs: setup ## write docs/configuration.md from the schema
 	@$(BIN)/kopir config reference --write docs/configuration.md

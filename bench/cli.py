@@ -83,6 +83,19 @@ def engine(
     return run_engine(quick=quick, json_path=json_path, check=check, seed=seed, peers=peers, serving=serving)
 
 
+@app.command(epilog="Example: kopir bench kernels --json kernels.json")
+def kernels(
+    quick: QuickOption = False,
+    json_path: JsonFileOption = None,
+    check: CheckOption = False,
+    seed: SeedOption = 1,
+) -> int:
+    """Measure the layout checker on the host beside one copy and one digest of the same 64 MiB."""
+    from bench.kernels import run_kernels
+
+    return run_kernels(quick=quick, json_path=json_path, check=check, seed=seed)
+
+
 @app.command(epilog="Example: kopir bench tiers --json tiers.json")
 def tiers(
     quick: QuickOption = False,
