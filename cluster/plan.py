@@ -19,6 +19,7 @@ from workers.spec import WorkerSpec
 def check_supported(config: Config) -> None:
     """Refuses what the configuration can say and this version cannot do. Raises: BadInput."""
     refusals = (
+        ("kv.verify", config.kv.verify, config.kv.verify == "none", "only digest and full are available yet"),
         (
             "server.host",
             config.server.host,
