@@ -241,7 +241,7 @@ def test_in_a_loop_too_long_for_the_tier_ours_keeps_a_part() -> None:
 def test_a_scan_does_not_push_out_what_is_used() -> None:
     """A hot set beside prompts that never return: ours stays near the optimum, LRU falls far below."""
     prompts: list[Prompt] = []
-    for number in range(1500):
+    for number in range(3000):
         prompts.append(ids(1_000_000 + 20 * number, 20))
         prompts.append(ids(100 * (number % 40), 10))
     ours, best, lru = (hit_rate(name, prompts, 500) for name in ("kopir", "belady", "lru"))
