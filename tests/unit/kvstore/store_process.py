@@ -3,8 +3,8 @@
     python store_process.py node   SECRET_HEX BLOCK_BYTES NUM_BLOCKS SHM_DIR   -> prints "HOST PORT", then answers
     python store_process.py worker SECRET_HEX BLOCK_BYTES HOST PORT LEASE_MS   -> prints "ready", then answers
 
-Command of a node: ``directory HOST PORT``. Commands of a worker: ``put N...``, ``load N...``, ``match N...`` (keeps
-the lease), ``reserve N...`` (keeps the reservation), ``commit`` (of the kept reservation). The content of block N is
+Commands of a node: ``directory HOST PORT``, ``end``. Commands of a worker: ``put N...``, ``load N...``, ``match N...``
+(keeps the lease), ``reserve N...`` (keeps the reservation), ``commit`` (of the kept reservation). Block N holds
 ``content(N)``.
 """
 
@@ -52,9 +52,11 @@ def run_node(secret: bytes, block_bytes: int, num_blocks: int, shm_dir: Path) ->
     )
     print(*host.start("127.0.0.1"), flush=True)
     for line in sys.stdin:
-        command, directory_host, directory_port = line.split()
+        command, *address = line.split()
+        if command == "end":
+            break
         assert command == "directory", line
-        host.set_directory(directory_host, int(directory_port))
+        host.set_directory(address[0], int(address[1]))
         print("ok", flush=True)
     host.close()
 
