@@ -20,6 +20,7 @@ from typing import Any
 from kvstore.core.block_pool import BlockPool, Reservation
 from kvstore.core.identity import prefix_hashes
 from kvstore.core.ids import AttemptId
+from kvstore.core.quota import tenant_of
 from kvstore.store.client import PutBlock, StoreClient
 from workers.core.preemption import Holding, PreemptionOrder
 from workers.core.sequence import num_blocks_for
@@ -235,6 +236,7 @@ class Growth:
                 hashes,
                 lambda index: self._memory.block_bytes_view(attempt.slots[index]),
                 deadline_s=LOAD_DEADLINE_S,
+                tenant=tenant_of(attempt.request.spec.tenant_salt),
             )
             num_loaded = loaded.num_loaded * self._block_tokens
         self._counters["resumed_loaded_tokens"] += num_loaded

@@ -296,6 +296,7 @@ class PrefillSide:
                 job.hashes,
                 lambda index: self._memory.block_bytes_view(job.block_table[index]),
                 deadline_s=LOOKUP_DEADLINE_S,
+                tenant=tenant_of(spec.tenant_salt),
             )
             job.num_cached_blocks = loaded.num_loaded
             num_disk_blocks = loaded.num_from_disk

@@ -595,12 +595,18 @@ class StoreNode:
         return WeightsUpdated(n=ask.n, updated=True)
 
     async def _fetch_missing(self, session: _Session, ask: FetchMissing) -> None:
+        def note(block_hash: BlockHash, slot: int, digest: BlockDigest) -> None:
+            if self._edge is not None:
+                tenant = self._index.tenant_of_slot(slot)
+                self._edge.committed(block_hash, slot=slot, digest=digest, tenant=tenant, origin=session.origin)
+
         num_blocks = 0
         if session.may_use_blocks and len(self._fetches) <= MAX_FETCHES:
             num_blocks = await self._peers.fetch(
                 [BlockHash(block_hash) for block_hash in ask.hashes],
                 tenant=TenantId(ask.tenant),
                 deadline_s=ask.deadline_ms / 1000,
+                on_committed=note,
             )
         self._tell(session, MissingFetched(n=ask.n, num_blocks=num_blocks))
 

@@ -68,6 +68,19 @@ class FetchCounters:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
+OnCommitted = Callable[[BlockHash, int, BlockDigest], None]
+"""Is told the hash, slot and digest of each block that a fetch made visible."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """For whom and until when."""
+
+    tenant: TenantId
+    end_ns: int
+    on_committed: OnCommitted
+
+
 class PeerFetch:
     """Both sides of block exchange between store nodes."""
 
@@ -105,7 +118,14 @@ class PeerFetch:
 
     # --- taking -------------------------------------------------------------------------------------------
 
-    async def fetch(self, hashes: Sequence[BlockHash], *, tenant: TenantId, deadline_s: float) -> int:
+    async def fetch(
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        tenant: TenantId,
+        deadline_s: float,
+        on_committed: OnCommitted = lambda block_hash, slot, digest: None,
+    ) -> int:
         """Brings the longest prefix of ``hashes`` that other nodes have, charged to ``tenant``.
 
         Returns how many of ``hashes`` are in the slab now, from the first on.
@@ -114,11 +134,12 @@ class PeerFetch:
             return 0
         self._num_fetches += 1
         self.counters.fetches += 1
+        fetch = _Fetch(tenant, self._clock_ns() + int(deadline_s * 1e9), on_committed)
         try:
             async with asyncio.timeout(deadline_s):
                 located = await self._link.locate(hashes, deadline_s=deadline_s)
                 if located is not None and located.prefixes:
-                    await self._fetch_runs(hashes, located, tenant, int(deadline_s * 1e9))
+                    await self._fetch_runs(hashes, located, fetch)
         except TimeoutError:
             self.counters.fetch_deadlines += 1
         finally:
@@ -131,9 +152,8 @@ class PeerFetch:
                 return index
         return len(hashes)
 
-    async def _fetch_runs(self, hashes: Sequence[BlockHash], located: Located, tenant: TenantId, left_ns: int) -> None:
+    async def _fetch_runs(self, hashes: Sequence[BlockHash], located: Located, fetch: _Fetch) -> None:
         """Takes each stretch from a node that has most of it, the next best one when that fails."""
-        end_ns = self._clock_ns() + left_ns
         where = [set(run.places) for run in located.prefixes[0] for _ in range(run.num_blocks)]
         failed: set[int] = {n for n, place in enumerate(located.places) if self._is_left_alone(place)}
         start = 0
@@ -143,20 +163,18 @@ class PeerFetch:
                 return
             number = max(lengths, key=lambda one: (lengths[one], -one))
             wanted = hashes[start : start + min(lengths[number], MAX_BLOCKS_PER_FETCH)]
-            num_taken, goes_on = await self._take(located.places[number], wanted, tenant, end_ns)
+            num_taken, goes_on = await self._take(located.places[number], wanted, fetch)
             start += num_taken
             if not goes_on:
                 return
             if num_taken < len(wanted):
                 failed.add(number)
 
-    async def _take(
-        self, place: PlaceInfo, hashes: Sequence[BlockHash], tenant: TenantId, end_ns: int
-    ) -> tuple[int, bool]:
+    async def _take(self, place: PlaceInfo, hashes: Sequence[BlockHash], fetch: _Fetch) -> tuple[int, bool]:
         """Takes blocks from one node. Returns how many of ``hashes`` are here now, and False when no more fit."""
         outcomes = self._index.reserve(
-            hashes, writer=FETCHER, deadline_ns=end_ns + RESERVE_MARGIN_NS, tenant=tenant
-        )  # fmt: skip
+            hashes, writer=FETCHER, deadline_ns=fetch.end_ns + RESERVE_MARGIN_NS, tenant=fetch.tenant
+        )
         self._on_reserved()
         usable = 0
         while usable < len(outcomes) and outcomes[usable].status in (ReserveStatus.GRANTED, ReserveStatus.PRESENT):
@@ -171,17 +189,21 @@ class PeerFetch:
         except (KopirError, TimeoutError) as error:
             self._fail(place, error)
         except asyncio.CancelledError as error:
-            if self._clock_ns() >= end_ns:
+            if self._clock_ns() >= fetch.end_ns:
                 self._fail(place, error)
             raise
         finally:
             # Nobody writes into these slots any more, however this ended.
-            self._settle(hashes, outcomes, arrived)
+            self._settle(hashes, outcomes, arrived, fetch)
         missing = next((n for n in wanted if n not in arrived), usable)
         return missing, usable == len(hashes)
 
     def _settle(
-        self, hashes: Sequence[BlockHash], outcomes: Sequence[ReserveOutcome], arrived: dict[int, BlockDigest]
+        self,
+        hashes: Sequence[BlockHash],
+        outcomes: Sequence[ReserveOutcome],
+        arrived: dict[int, BlockDigest],
+        fetch: _Fetch,
     ) -> None:
         """Commits what arrived, leaf first, and gives the other slots back."""
         for n in reversed(range(len(outcomes))):
@@ -193,6 +215,7 @@ class PeerFetch:
                 self._index.abort(hashes[n], writer=FETCHER, **name)
             elif self._index.commit(hashes[n], digest=arrived[n], writer=FETCHER, **name):
                 self.counters.fetched_blocks += 1
+                fetch.on_committed(hashes[n], outcome.slot, arrived[n])
         self._link.poke()
 
     async def _receive(

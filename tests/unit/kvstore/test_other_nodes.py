@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 from store_process import block_hash_of, content
@@ -15,7 +16,9 @@ from kvstore.net.host import new_incarnation
 from kvstore.store import messages, peer_fetch
 from kvstore.store.client import LoadResult, StoreClient
 from kvstore.store.directory_server import DirectoryHost
-from kvstore.store.host import StoreHost
+from kvstore.store.disk.layout import file_bytes
+from kvstore.store.host import DiskPlan, StoreHost
+from kvstore.store.inspection import origin_of
 from kvstore.store.slab import remove_dead_slabs
 
 LEASE_MS = 400
@@ -29,12 +32,14 @@ class Pair:
         self._directories: list[DirectoryHost] = []
         self._address = ("", 0)
 
-    async def start(self, *, near_blocks: int = 16, quotas: dict[object, int] | None = None) -> None:
+    async def start(
+        self, *, near_blocks: int = 16, quotas: dict[object, int] | None = None, disk: DiskPlan | None = None
+    ) -> None:
         self.start_directory()
         self.far = self.site.start_host(node="far")
         self.far_address = self.site.address
         self.far_client = await self.site.client()
-        self.near = self.site.start_host(near_blocks, node="near", quotas=quotas)  # type: ignore[arg-type]
+        self.near = self.site.start_host(near_blocks, node="near", quotas=quotas, disk=disk)  # type: ignore[arg-type]
         self.near_client = await self.site.client()
         self.tell_nodes()
 
@@ -133,6 +138,24 @@ async def test_fetched_blocks_count_for_the_tenant_that_wanted_them(pair: Pair) 
     assert result.num_loaded == 2
     stat = await pair.near_client.stat()
     assert stat is not None and stat.tenants == {tenant: {"host": 2 * BLOCK_BYTES}}
+
+
+async def test_a_fetched_block_goes_down_to_the_disk_as_its_namespace_s(pair: Pair, tmp_path: Path) -> None:
+    """A slab of two blocks above a disk: what was fetched leaves for the disk and comes up again, with its origin."""
+    await pair.start(near_blocks=2, disk=DiskPlan(tmp_path / "disk", file_bytes(BLOCK_BYTES, 8)))
+    await pair.far_client.put_blocks(blocks(1, 2))
+    await pair.know_each_other(far=2)
+    assert (await load(pair.near_client, 1, 2))[0] == LoadResult(2, 2, "end", num_fetched=2)
+    pair.far.close()
+    await until(pair.near_client.stat, lambda stat: stat.counters["other_nodes"] == 0)
+    assert (await pair.near_client.put_blocks(blocks(3, 4))).stored == 2
+    result, contents = await load(pair.near_client, 1, 2)
+    assert (result.num_loaded, result.num_from_disk, result.num_fetched) == (2, 2, 0)
+    edge = pair.near._node._edge  # type: ignore[union-attr]
+    assert edge is not None
+    records = [edge.disk.index.find(block_hash_of(number)) for number in (1, 2)]
+    assert [edge.disk.index.origin_of(record.slot) for record in records if record] == [origin_of("default", {})] * 2
+    assert contents == [content(1, BLOCK_BYTES), content(2, BLOCK_BYTES)]
 
 
 async def test_a_directory_that_restarts_is_told_everything_again(pair: Pair) -> None:
