@@ -179,7 +179,7 @@ class LowerEdge:
             return False
         # All blocks of a prefix have the same tenant: its salt is in every hash.
         tenant = self.disk.index.tenant_of(record.slot)
-        self.make_room(tenant, num_below)
+        self._make_room_beside(prefix[-num_below:], tenant)
         deadline_ns = self._clock_ns() + READ_RESERVATION_NS
         outcomes = self._index.reserve(prefix, writer=HOLDER, deadline_ns=deadline_ns, tenant=tenant)
         self.take_evicted()
@@ -190,6 +190,17 @@ class LowerEdge:
                 self._policy.promote(block_hash, upper_free=0, upper_admits=True)
                 self._coming[block_hash] = self._loop.create_task(self._read(block_hash, outcome))
         return num_granted == num_below
+
+    def _make_room_beside(self, hashes: Sequence[BlockHash], tenant: TenantId) -> None:
+        """Makes room above for blocks of the disk, which must not be what leaves for it: the oldest are asked for."""
+        records = [record for record in map(self.disk.can_read, hashes) if record is not None]
+        for record in records:
+            self.disk.index.pin(record.slot)
+        try:
+            self.make_room(tenant, len(hashes))
+        finally:
+            for record in records:
+                self.disk.index.unpin(record.slot)
 
     async def _read(self, block_hash: BlockHash, outcome: ReserveOutcome) -> None:
         slot, generation = outcome.slot, outcome.generation
