@@ -15,6 +15,8 @@ from mini_cluster import LEASE_MS, SETTLE_S, MiniCluster, collect, make_spec, un
 from cluster.core.journal import replay
 from cluster.ingress.api.backend import Ended, Generation, Interrupted, Restarted, TokenBatch
 from cluster.ingress.api.errors import UpstreamFailed
+from cluster.ingress.relay import WorkerLink
+from kvstore.core.messages import Frame
 from kvstore.net.host import boottime_ns
 from workers import decode_attempt
 
@@ -129,13 +131,19 @@ async def test_what_the_ring_no_longer_has_is_a_fault(
     generation = await cluster.submit(make_spec(40, 400))
     tokens = await first_delta(generation)
     machine = cluster.backend._running["req-1"].machine
-    # What the ingress counts from here on never arrives, as if the old connection had swallowed it.
-    monkeypatch.setattr(cluster.backend, "_on_frame", lambda frame: None)
+    # What comes over this connection from here on never arrives, also what was read before it broke.
+    old_link = cluster.backend._relay.links[join.incarnation]
+    deliver = cluster.backend.on_message
+
+    def swallow(link: WorkerLink, message: Any) -> None:
+        if link is not old_link or not isinstance(message, Frame):
+            deliver(link, message)
+
+    monkeypatch.setattr(cluster.backend, "on_message", swallow)
     seen = (await cluster.statuses())["decode-0"].counters["tokens_published"]
     while (await cluster.statuses())["decode-0"].counters["tokens_published"] < seen + 8:
         await asyncio.sleep(0)
-    monkeypatch.undo()
-    cluster.backend._relay.links[join.incarnation].abort()
+    old_link.abort()
     end = await asyncio.wait_for(read_on(generation, tokens), SETTLE_S)
     assert isinstance(end, Interrupted) and end.reason == "network_cut"
     assert machine.num_delivered == len(tokens)
