@@ -101,7 +101,7 @@ def test_a_slot_is_free_only_when_nobody_can_write_it(ucx_pair: Pair) -> None:
 
 
 def test_closing_on_a_stopped_sender_keeps_its_slots_fenced(ucx_pair: Pair) -> None:
-    """Without proof of death a closed link settles nothing that may still be written; with it, bytes stay."""
+    """Without proof of death a closed link settles nothing that the sender may still write; with it, bytes stay."""
     pair = ucx_pair
     pair.far.push("p", pair.near_name, [7], LARGE_BYTES)
     pair.stop_far()
@@ -110,7 +110,11 @@ def test_closing_on_a_stopped_sender_keeps_its_slots_fenced(ucx_pair: Pair) -> N
     assert results[1] == "TIMEOUT"
     pair.near.peer_lost(pair.far_name, False)
     fenced = pair.near.outstanding(pair.far_name)
-    assert 9 in fenced or results[0] == "OK"
+    if pair.backend == "ucx-local":
+        # Slots are written by this process alone, which reads nothing more for a link that it has closed.
+        assert fenced == []
+    else:
+        assert 9 in fenced or results[0] == "OK"
     pair.kill_far()
     pair.near.peer_lost(pair.far_name, True)
     assert pair.near.outstanding(pair.far_name) == []
