@@ -92,14 +92,15 @@ class SlabIndex:
         table: SlotTable | None = None,
         book: TenantBook | None = None,
         block_bytes: int = 1,
-        keep_evicted: bool = False,
+        tier_below: bool = False,
         announcer: Announcer | None = None,
     ) -> None:
         """``policy`` and ``table`` must be made for ``num_slots`` slots and belong to this index alone.
 
         ``announcer`` is told which blocks come and go.
         ``book`` is shared with the other tiers of the node; each block counts ``block_bytes`` there.
-        ``keep_evicted``: what a ``reserve`` evicts is noted for ``take_evicted``, which the owner calls after each one.
+        ``tier_below``: what a ``reserve`` evicts is noted for ``take_evicted``, which the owner calls after each one;
+        and every block is admitted, because what this tier refuses would never reach the tier below.
         """
         assert num_slots >= 1, num_slots
         self._total = num_slots
@@ -118,7 +119,7 @@ class SlabIndex:
         self._condemned: set[int] = set()
         """Slots quarantined because a corrupt block in them is still pinned."""
         self._leases: dict[LeaseId, ReadLease] = {}
-        self._evicted: list[EvictedBlock] | None = [] if keep_evicted else None
+        self._evicted: list[EvictedBlock] | None = [] if tier_below else None
         self._next_lease_id = 1
         self._write_deadlines: list[tuple[int, int, int]] = []
         self._lease_deadlines: list[tuple[int, LeaseId]] = []
@@ -430,7 +431,7 @@ class SlabIndex:
         if has_quota and self._slots.free:
             slot = self._slots.free.popleft()
         else:
-            if has_quota and not self._policy.admits(block_hash, is_tail=is_tail):
+            if has_quota and self._evicted is None and not self._policy.admits(block_hash, is_tail=is_tail):
                 self.counters.not_admitted_blocks += 1
                 return ReserveStatus.NO_ROOM
             victim = self._victim(keep, of=None if has_quota else self._tenants.find(tenant))

@@ -112,16 +112,16 @@ class StoreHost:
         self._thread.start()
         try:
             announcer = Announcer(needs_snapshot=True)
+            disk, disk_off = self._open_disk()
             index = SlabIndex(
                 self._num_blocks,
                 policy=make_policy(self._eviction, self._num_blocks),
                 table=self._slab.table,
                 book=self._book,
                 block_bytes=self._block_bytes,
-                keep_evicted=self._disk is not None,
+                tier_below=disk is not None,
                 announcer=announcer,
             )
-            disk, disk_off = self._open_disk()
             self._node = StoreNode(
                 self._slab,
                 index,

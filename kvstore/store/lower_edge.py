@@ -46,7 +46,7 @@ class LowerEdge:
         loop: asyncio.AbstractEventLoop,
         clock_ns: Callable[[], int],
     ) -> None:
-        """``index`` keeps what it evicts (``keep_evicted``) until ``evicted`` took it."""
+        """``index`` is made with ``tier_below``: it keeps what it evicts until ``take_evicted``."""
         self._slab = slab
         self._index = index
         self.disk = disk

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.core import slab_index
-from kvstore.core.eviction import LruPolicy
+from kvstore.core.eviction import EvictionPolicy, LruPolicy
 from kvstore.core.ids import BlockDigest, BlockHash
 from kvstore.core.slab_index import (
     NO_MATCH,
@@ -269,6 +269,32 @@ def test_the_number_of_leases_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 NUM_SLOTS = 5
 PREFIXES = st.lists(st.integers(1, 9), max_size=5)
 HOLDERS = st.sampled_from([HolderId("a"), HolderId("b"), HolderId("c")])
+
+
+class _AdmitsNothing(LruPolicy):
+    """What a policy does that finds every newcomer worth less than what is here."""
+
+    def admits(self, block_hash: BlockHash, *, is_tail: bool = False) -> bool:
+        return False
+
+
+def test_a_newcomer_that_is_not_admitted_gets_no_slot_of_a_full_tier() -> None:
+    policy: EvictionPolicy = _AdmitsNothing(2)
+    index = SlabIndex(2, policy=policy)
+    put(index, 1, 2)
+    assert [outcome.status for outcome in reserve(index, 3)] == [NO_ROOM]
+    assert (index.counters.not_admitted_blocks, index.counters.evicted_blocks) == (1, 0)
+    assert index.take_evicted() == ()
+
+
+def test_above_another_tier_every_block_is_admitted_and_what_leaves_is_noted() -> None:
+    """A block that this tier refuses would never reach the tier below."""
+    index = SlabIndex(2, policy=_AdmitsNothing(2), tier_below=True)
+    put(index, 1, 2)
+    assert [outcome.status for outcome in reserve(index, 3, 4)] == [GRANTED, GRANTED]
+    assert index.counters.not_admitted_blocks == 0
+    assert {block.block_hash for block in index.take_evicted()} == {h(1), h(2)}
+    assert index.take_evicted() == ()
 
 
 @dataclass
