@@ -163,8 +163,9 @@ class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     verify: Annotated[
         Literal["digest", "full", "none"],
         doc(
-            "`digest` compares the xxh3-128 digest of every block that moved; `full` also checks each landed block for "
-            "numbers that are not finite, elements that nobody wrote and a touched tail; `none` trusts the transport."
+            "`digest` compares the xxh3-128 digest of every block that moved; `full` also checks each block that "
+            "landed or came from the store for numbers that are not finite, elements that nobody wrote and a touched "
+            "tail; `none` trusts the transport."
         ),
     ] = "digest"
     host_identity: Annotated[

@@ -113,7 +113,7 @@ class Claim:
         num_tokens: written tokens; None when every block is full.
         digests: xxh3-128 of whole blocks (16 bytes each).
         probe_seed: seed of the probe pattern that the blocks hold; None for real content.
-        block_ids: the numbers that went into the pattern; 0, 1, 2 and so on without it.
+        block_ids: the numbers that went into the pattern, and by which details name blocks; 0, 1, 2 and so on without.
         fill: the byte of unwritten tails and of padding.
         is_numeric: False for content whose dtype proves nothing, such as a packed or encrypted block.
     """
@@ -230,7 +230,7 @@ class _Findings:
         for row in wrong:
             slot, digest = int(slots[row]), found[row].tobytes()
             if digest in owners:
-                detail = f"holds the bytes of block {owners[digest]}"
+                detail = f"holds the bytes of block {self._ids[owners[digest]]}"
                 self.violations.append(Violation(Kind.SWAPPED, slot, detail=detail))
                 continue
             self.violations.append(self._reordered(slot, expected[slot].tobytes()) or Violation(Kind.DIGEST, slot))
@@ -249,9 +249,8 @@ class _Findings:
         starts = scan[:, Field.BAD_FIRST] == 0
         for row in np.flatnonzero(ends[:-1] & starts[1:] & (np.diff(slots) == 1)):
             slot = int(slots[row])
-            self.violations.append(
-                Violation(Kind.BOUNDARY, slot, int(scan[row, Field.BAD_LAST]), detail=f"runs into block {slot + 1}")
-            )
+            detail = f"runs into block {self._ids[slot + 1]}"
+            self.violations.append(Violation(Kind.BOUNDARY, slot, int(scan[row, Field.BAD_LAST]), detail=detail))
 
     def _probe_mismatch(self, slot: int, figures: np.ndarray) -> None:
         if figures[Field.PROBE] == figures[Field.CANARY]:

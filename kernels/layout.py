@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final, Literal, NamedTuple, get_args
+from itertools import product
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -168,6 +169,27 @@ class KVLayout:
         aligned = "" if self.row_stride_bytes == self.row_bytes else f";row_stride={self.row_stride_bytes}"
         shard = "" if self.tp_size == 1 else f";tp={self.tp_rank}/{self.tp_size}"
         return f"{outer},{inner}{aligned}{shard}"
+
+    @classmethod
+    def from_label(cls, label: str, **sizes: Any) -> KVLayout:
+        """Returns the layout that ``label`` names.
+
+        Args:
+            sizes: ``num_layers``, ``num_kv_heads``, ``head_size``, ``block_tokens`` and ``dtype``.
+        Raises LayoutError for a label that no layout of these sizes has.
+        """
+        words = dict(part.split("=", 1) for part in label.split(";")[1:] if "=" in part)
+        rank, slash, size = words.get("tp", "0/1").partition("/")
+        if not (slash and rank.isdecimal() and size.isdecimal()):
+            raise LayoutError("kv_layout", label, "names no shard")
+        shard: dict[str, Any] = {"tp_rank": int(rank), "tp_size": int(size)}
+        aligns = [1] if "row_stride" not in words else [1 << n for n in range(MAX_ROW_ALIGN_BYTES.bit_length())]
+        orders = product(get_args(TokenOrder), (True, False), aligns)
+        for token_order, kv_together, align in orders:
+            layout = cls(token_order=token_order, kv_together=kv_together, row_align_bytes=align, **sizes, **shard)
+            if layout.label == label:
+                return layout
+        raise LayoutError("kv_layout", label, "no layout is called so")
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns how many blocks ``num_tokens`` positions need (0 for none)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import secrets
 
 import numpy as np
@@ -19,6 +20,8 @@ from kernels.checker import Claim, LayoutChecker, Report
 from kernels.layout import KVLayout
 from kernels.pattern import block_keys, expected_bits
 from workers.kv_pool import KvPool
+
+logger = logging.getLogger(__name__)
 
 CHALLENGE_BYTES = 16
 BITS_DTYPES = {2: torch.int16, 4: torch.int32}
@@ -59,6 +62,13 @@ class LayoutProof:
     def check_landed(self, block: np.ndarray, num_tokens: int) -> Report:
         """Returns the verdict on a block of real KV: finite, written, zero beyond ``num_tokens``."""
         return self._count(self._checker.check(block[None], Claim(num_tokens=[num_tokens])))
+
+    def is_sound(self, block: memoryview) -> bool:
+        """Returns True when a block from the store can be KV: stored blocks are full. Logs what is wrong."""
+        report = self.check_landed(np.frombuffer(block, np.uint8), self.layout.block_tokens)
+        if not report.is_clean:
+            logger.error("layout_violation from=store %s", describe(report))
+        return report.is_clean
 
     def _seed(self, challenge: bytes, writer: str, reader: str) -> int:
         text = b"\0".join((b"kopir layout probe", challenge, writer.encode(), reader.encode()))

@@ -172,7 +172,11 @@ class Worker:
         self._dialer = KvDialer(identity, on_message=self._on_decode_message, on_lost=self._on_decode_lost)
         self._listener = KvListener(identity, on_message=self._on_prefill_message, on_lost=self._on_prefill_lost)
         self._store = StoreClient(
-            me=self._me, secret=self._secret, block_bytes=self._memory.layout.block_bytes, fingerprint=self._fingerprint
+            me=self._me,
+            secret=self._secret,
+            block_bytes=self._memory.layout.block_bytes,
+            fingerprint=self._fingerprint,
+            is_sound=self._proof.is_sound if spec.verify == "full" else None,
         )
         self._store.start(spec.store_host, spec.store_port)
         if spec.store_host is not None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from workers.model.digests import model_digests
 logger = logging.getLogger(__name__)
 
 RELAY_HOST = "127.0.0.1"
+STORE_STATUS_DEADLINE_S = 1.0
 
 
 class IngressApp:
@@ -84,11 +85,20 @@ class IngressApp:
         cluster_status: Callable[[], Awaitable[dict[str, Any]]],
     ) -> FastAPI:
         """Returns the ASGI application; ``on_start`` and ``on_stop`` run with its lifespan."""
+
+        async def refresh_metrics() -> None:
+            """Takes what the store nodes have counted; without an answer in time the last figures stand."""
+            with suppress(TimeoutError):
+                facts = await asyncio.wait_for(cluster_status(), STORE_STATUS_DEADLINE_S)
+                for store in facts.get("store", []):
+                    self._backend.on_store_status(store["incarnation"], store["counters"])
+
         app = create_app(
             self._backend,
             self._tokenizer,
             self._limits(),
             metrics=self._metrics,
+            refresh_metrics=refresh_metrics,
             tenants=self._tenants,
             idempotency=IdempotencyKeys(
                 lambda: self._backend.keys,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -318,6 +318,10 @@ class RelayBackend(Backend):
         self._fleet.link_down(link)
         for request in tuple(self._running.values()):
             request.step(ev.LinkLost(now_ns=self._clock_ns(), incarnation=link.incarnation))
+
+    def on_store_status(self, incarnation: str, counters: Mapping[str, int]) -> None:
+        """Takes what a life of a store node has counted so far."""
+        self._metrics.on_report(incarnation, counters)
 
     def on_message(self, link: WorkerLink, message: Any) -> None:
         if isinstance(message, Frame):

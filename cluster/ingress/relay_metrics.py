@@ -11,7 +11,7 @@ from cluster.core.attempt_events import Close
 from cluster.core.retry_budget import RetryBudget
 
 WORKERS_MAX = 4096
-"""Lives of workers whose last report is remembered."""
+"""Lives of workers and store nodes whose last report is remembered."""
 VIOLATIONS = "layout_violations."
 
 
@@ -47,7 +47,9 @@ class RelayMetrics:
             registry=registry,
         )
         self.layout_checks = Counter(
-            "kopir_layout_checks", "Blocks that workers checked against their layout.", registry=registry
+            "kopir_layout_checks",
+            "Blocks that workers and stores checked against their layout.",
+            registry=registry,
         )
         self.layout_violations = Counter(
             "kopir_layout_violations", "What those checks found, by kind.", ("kind",), registry=registry
@@ -55,7 +57,7 @@ class RelayMetrics:
         self._reported: OrderedDict[str, dict[str, int]] = OrderedDict()
 
     def on_report(self, incarnation: str, counters: Mapping[str, int]) -> None:
-        """Adds what a life of a worker has counted since its last report."""
+        """Adds what a life of a worker or a store node has counted since its last report."""
         before = self._reported.get(incarnation, {})
         relevant = {name: value for name, value in counters.items() if name.startswith("layout_")}
         self._reported[incarnation] = relevant

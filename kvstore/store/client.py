@@ -145,8 +145,13 @@ class StoreClient:
         call_deadline_s: float = DEFAULT_CALL_DEADLINE_S,
         lease_ms: int = DEFAULT_LEASE_MS,
         clock_ns: Callable[[], int] = boottime_ns,
+        is_sound: Callable[[Any], bool] | None = None,
     ) -> None:
-        """``fingerprint``: of the KV this client computes and reads; a namespace has one, which may be None."""
+        """``fingerprint``: of the KV this client computes and reads; a namespace has one, which may be None.
+
+        ``is_sound``: looks at the bytes of every loaded block whose digest is right; one it refuses counts as damaged.
+        """
+        self._is_sound = is_sound
         self._me = me
         self._namespace = namespace
         self._fingerprint = {} if fingerprint is None else fingerprint.to_dict()
@@ -370,9 +375,11 @@ class StoreClient:
             self.counters.evicted_meanwhile += 1
             return "evicted", None
         ref = SlotRef(block_hash, record.slot, record.generation)
-        if result is CopyResult.COPIED:
+        if result is CopyResult.COPIED and (self._is_sound is None or self._is_sound(destination)):
             self.counters.loaded_blocks += 1
             return "end", ref
+        if result is CopyResult.COPIED:
+            zero_block(destination)
         self.counters.corrupt_blocks += 1
         session.send(ReportCorrupt(block=ref))
         logger.error("store_block_corrupt hash=%s slot=%d", block_hash.hex(), record.slot)
@@ -406,7 +413,7 @@ class StoreClient:
             self.counters.lease_over += 1
             zero_block(destination)
             return "lease_over"
-        if not is_right:
+        if not is_right or (self._is_sound is not None and not self._is_sound(destination)):
             self.counters.corrupt_blocks += 1
             # Damaged bytes can be a NaN, which no later mask would hide.
             zero_block(destination)

@@ -14,10 +14,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvstore.core.disk_slots import NO_ORIGIN, ORIGIN_BYTES
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 from kvstore.core.slab_index import HolderId, ReserveOutcome, ReserveStatus, SlabIndex
 from kvstore.core.slab_types import EvictedBlock
+from kvstore.core.slot_origins import SlotOrigins
 from kvstore.core.tiering import Demotion, EdgeLimits, TierEdge
 from kvstore.store.disk.tier import BlockToWrite, DiskTier
 from kvstore.store.slab import Slab
@@ -45,8 +45,12 @@ class LowerEdge:
         *,
         loop: asyncio.AbstractEventLoop,
         clock_ns: Callable[[], int],
+        origins: SlotOrigins | None = None,
     ) -> None:
-        """``index`` is made with ``tier_below``: it keeps what it evicts until ``take_evicted``."""
+        """``index`` is made with ``tier_below``: it keeps what it evicts until ``take_evicted``.
+
+        ``origins``: of the slab's slots, shared with who else notes or reads them.
+        """
         self._slab = slab
         self._index = index
         self.disk = disk
@@ -55,7 +59,7 @@ class LowerEdge:
         limits = EdgeLimits(max_pending_writes=disk.max_pending_writes)
         self._policy = TierEdge(slab.num_blocks, disk.index.num_slots, limits=limits)
         self._coming: dict[BlockHash, asyncio.Task[None]] = {}
-        self._origins = bytearray(ORIGIN_BYTES * slab.num_blocks)
+        self._origins = SlotOrigins(slab.num_blocks) if origins is None else origins
         self._later: dict[BlockHash, int] = {}
         """Committed blocks whose early copy has to wait, with their slots; at most one for each slot and a few gone."""
         disk.on_progress = self._write_later
@@ -76,7 +80,7 @@ class LowerEdge:
         self, block_hash: BlockHash, *, slot: int, digest: BlockDigest, tenant: TenantId, origin: bytes
     ) -> None:
         """A worker's block is visible in the slab: copied down at once while there is room to spare."""
-        self._note_origin(slot, origin)
+        self._origins.note(slot, origin)
         self._from_disk.discard(slot)
         if not self._write_early(block_hash, slot, digest, tenant):
             self._later[block_hash] = slot
@@ -118,11 +122,7 @@ class LowerEdge:
             self._offer(block.block_hash, block.slot, block.digest, block.tenant)
 
     def _offer(self, block_hash: BlockHash, slot: int, digest: BlockDigest, tenant: TenantId) -> None:
-        origin = bytes(self._origins[slot * ORIGIN_BYTES : (slot + 1) * ORIGIN_BYTES])
-        self.disk.offer(BlockToWrite(block_hash, digest, tenant, origin), self._slab.slot(slot))
-
-    def _note_origin(self, slot: int, origin: bytes) -> None:
-        self._origins[slot * ORIGIN_BYTES : (slot + 1) * ORIGIN_BYTES] = origin or NO_ORIGIN
+        self.disk.offer(BlockToWrite(block_hash, digest, tenant, self._origins.of(slot)), self._slab.slot(slot))
 
     # --- up -----------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class LowerEdge:
                 block_hash, slot=slot, generation=generation, digest=record.digest, writer=HOLDER
             )
             if is_visible:
-                self._note_origin(slot, origin)
+                self._origins.note(slot, origin)
                 self._from_disk.add(slot)
         finally:
             if not is_visible:

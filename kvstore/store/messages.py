@@ -31,6 +31,7 @@ MAX_FINGERPRINT_FIELDS = 64
 MAX_LEASES_LISTED = 1 << 16
 MAX_BLOCKS_LISTED = 4096
 MAX_BLOCKS_VERIFIED = 1024
+MAX_VIOLATIONS = 8 * MAX_BLOCKS_VERIFIED
 DEFAULT_NAMESPACE = "default"
 PIECE_BYTES_MAX = 1 << 20
 MAX_BLOCKS_PER_FETCH = 256
@@ -215,7 +216,7 @@ class ListBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
 
 class VerifyBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
-    """Asks the node to read these slots and compare digests. A damaged block is removed as if a reader had found it."""
+    """Asks the node to read these slots, compare digests and check content. What is damaged is removed."""
 
     n: CallNumber
     tier: TierName
@@ -373,6 +374,21 @@ class BlockList(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     next_slot: int | None
 
 
+class BlockViolation(Struct, frozen=True, array_like=True):
+    """One finding of the layout checker; what it does not know is None. ``kind``: see ``kernels.checker.Kind``."""
+
+    block_hash: Hash
+    slot: Slot
+    kind: Name
+    count: int = 1
+    offset_bytes: int | None = None
+    layer: int | None = None
+    kv: int | None = None
+    kv_head: int | None = None
+    token: int | None = None
+    detail: Annotated[str, Meta(max_length=1024)] = ""
+
+
 class BlocksVerified(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """How many blocks were read, which of them are damaged, and how many could not be read or left meanwhile."""
 
@@ -381,6 +397,10 @@ class BlocksVerified(Struct, frozen=True, kw_only=True, tag_field="t", tag=True)
     damaged: Annotated[tuple[SlotRef, ...], Meta(max_length=MAX_BLOCKS_VERIFIED)]
     num_skipped: int
     next_slot: int | None
+    num_content: int = 0
+    """Of the checked blocks: those whose layout is known, so that their content was checked and not only digests."""
+    violations: Annotated[tuple[BlockViolation, ...], Meta(max_length=MAX_VIOLATIONS)] = ()
+    """What is wrong with the damaged ones, in the order of their slots."""
 
 
 class GarbageCollected(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):

@@ -31,6 +31,7 @@ from kvstore.net.channel import Channel, ChannelServer
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import ProcessWatch, boottime_ns
 from kvstore.store.auditor import Auditor
+from kvstore.store.content import ContentChecks
 from kvstore.store.directory_link import DirectoryLink
 from kvstore.store.disk.tier import DiskTier
 from kvstore.store.inspection import disk_stat, list_blocks, origin_of, verify_blocks
@@ -142,7 +143,10 @@ class StoreNode:
         self._me = me
         self._loop = loop
         self._clock_ns = clock_ns
-        self._edge = None if disk is None else LowerEdge(slab, index, disk, loop=loop, clock_ns=clock_ns)
+        self._content = ContentChecks(block_bytes=slab.block_bytes, num_slots=slab.num_blocks)
+        self._edge = None
+        if disk is not None:
+            self._edge = LowerEdge(slab, index, disk, loop=loop, clock_ns=clock_ns, origins=self._content.origins)
         self._disk_off = disk_off
         self._slow_calls: set[asyncio.Task[None]] = set()
         self._server = ChannelServer(secret=secret, me=me, decode=ToNode, on_channel=self._on_channel)
@@ -229,6 +233,7 @@ class StoreNode:
                 "rejected_connections": self._server.rejected,
                 "audits": self._auditor.num_looks,
                 "audit_findings": self._auditor.num_findings,
+                **self._content.counters,
             },
             tenants={str(tenant): tiers for tenant, tiers in self._book.usage().items()},
             quotas={str(tenant): quota_bytes for tenant, quota_bytes in self._book.quotas().items()},
@@ -315,6 +320,7 @@ class StoreNode:
         session = _Session(holder, ask.client_id, channel.peer, channel, namespace, ask.fingerprint)
         if namespace is not None:
             session.origin = origin_of(namespace, ask.fingerprint)
+            self._content.learn(session.origin, ask.fingerprint)
             session.watch = self._watch(channel.peer, holder)
         self._sessions[holder] = session
         return session
@@ -512,6 +518,9 @@ class StoreNode:
                 )
             )
         committed.reverse()
+        for block, is_visible in zip(ask.blocks, committed, strict=True):
+            if is_visible:
+                self._content.origins.note(block.slot, session.origin)
         if self._edge is not None:
             for block, is_visible in zip(ask.blocks, committed, strict=True):
                 if is_visible:
@@ -544,7 +553,7 @@ class StoreNode:
             self._tell(session, answer)
 
     async def _verify(self, ask: VerifyBlocks) -> ToClient:
-        return await verify_blocks(ask, slab=self._slab, index=self._index, edge=self._edge)
+        return await verify_blocks(ask, slab=self._slab, index=self._index, edge=self._edge, content=self._content)
 
     def _collect_garbage(self, n: int) -> GarbageCollected:
         before = (self._index.counters.expired_leases, self._index.counters.expired_write_blocks)
@@ -584,6 +593,7 @@ class StoreNode:
             return WeightsUpdated(n=ask.n, updated=False)
         session.fingerprint, session.is_superseded = ask.fingerprint, False
         session.origin = origin_of(name, ask.fingerprint)
+        self._content.learn(session.origin, ask.fingerprint)
         logger.info("store_weights_updated namespace=%s epoch=%s", name, ask.fingerprint.get(EPOCH_FIELD))
         for other in tuple(self._sessions.values()):
             if other.namespace != name or other is session or not other.is_open:
@@ -596,6 +606,7 @@ class StoreNode:
 
     async def _fetch_missing(self, session: _Session, ask: FetchMissing) -> None:
         def note(block_hash: BlockHash, slot: int, digest: BlockDigest) -> None:
+            self._content.origins.note(slot, session.origin)
             if self._edge is not None:
                 tenant = self._index.tenant_of_slot(slot)
                 self._edge.committed(block_hash, slot=slot, digest=digest, tenant=tenant, origin=session.origin)

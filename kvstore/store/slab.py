@@ -90,6 +90,19 @@ class Slab:
         start = self._slots_start + slot * self._stride
         return self._bytes[start : start + self.block_bytes]
 
+    def run(self, first: int, num_slots: int) -> np.ndarray:
+        """Returns a read-only array of neighbouring slots, uint8, shape (num_slots, block_bytes), without a copy.
+
+        Its rows are ``stride`` bytes apart. Raises: IndexError when there are no such slots.
+        """
+        if num_slots < 1 or first < 0 or first + num_slots > self.num_blocks:
+            raise IndexError(f"slots {first} to {first + num_slots} of a slab with {self.num_blocks} slots")
+        start = self._slots_start + first * self._stride
+        shape, strides = (num_slots, self.block_bytes), (self._stride, 1)
+        array: np.ndarray = np.ndarray(shape, np.uint8, buffer=self._bytes, offset=start, strides=strides)
+        array.flags.writeable = False
+        return array
+
     def touch_pages(self) -> None:
         """Reads one byte of every page, so that no later copy waits for a page fault. Lets other threads run."""
         np.frombuffer(self._bytes, dtype=np.uint8)[::PAGE_BYTES].max()

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mini_cluster import MiniCluster, collect, decode_address, make_spec, until
+from mini_cluster import SECRET, MiniCluster, collect, decode_address, make_spec, until
 
 from cluster.ingress.api.errors import ApiError
 from kernels.pattern import block_keys, expected_bits
 from kvstore.errors import LayoutRefused
+from kvstore.store.looker import look_at
 from workers.kv_pool import KvPool
 from workers.layout_proof import LayoutProof
 from workers.prefill import PrefillSide
@@ -123,3 +124,42 @@ async def test_full_verification_stops_blocks_whose_digest_is_right(
     await until(lambda: metric(cluster, "kopir_layout_violations_total", kind=kind) >= 1)
     assert (await cluster.statuses())["decode-0"].counters["blocks_corrupt"] == 1
     await cluster.at_rest()
+
+
+async def test_full_verification_looks_at_what_comes_from_the_store(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stored block of right digest that cannot be KV is not used but computed anew; ``store verify`` names others."""
+    push = PrefillSide._push
+
+    def push_damaged(self: PrefillSide, job: Any, stop: int) -> None:
+        for index in (0, 1):
+            self._memory.tensor[job.block_table[index], 1, 0, 1, 5, 3] = torch.tensor(float("nan"))
+        push(self, job, stop)
+
+    cluster = make_cluster(**{"attempts.max_attempts": 1})
+    await cluster.start("prefill", "decode", verify="full")
+    spec = make_spec(num_prompt=41)
+    with monkeypatch.context() as patched:
+        patched.setattr(PrefillSide, "_push", push_damaged)
+        with pytest.raises(ApiError):
+            await collect(await cluster.submit(spec))
+    await cluster.at_rest()
+    generation = await cluster.submit(spec, "req-2")
+    assert await collect(generation) == (cluster.golden(spec), "length")
+    assert generation.cached_tokens == 0
+    counters = (await cluster.statuses())["prefill-0"].counters
+    assert (counters["layout_checks"], counters["layout_violations.not_finite"]) == (1, 1)
+    await cluster.at_rest()
+
+    assert cluster.store is not None
+    async with look_at(*cluster._store_address, secret=SECRET) as looker:
+        parts = [part async for part in looker.verify("host")]
+    assert [(part.num_checked, part.num_content) for part in parts if part.num_checked] == [(2, 2)]
+    (found,) = [violation for part in parts for violation in part.violations]
+    assert (found.kind, found.layer, found.kv, found.kv_head, found.token) == ("not_finite", 1, 0, 1, 5)
+    before = metric(cluster, "kopir_layout_violations_total", kind="not_finite")
+    stat = cluster.store.status()
+    for _ in range(2):
+        cluster.backend.on_store_status(stat["incarnation"], stat["counters"])
+    assert metric(cluster, "kopir_layout_violations_total", kind="not_finite") == before + 1

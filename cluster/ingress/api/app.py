@@ -203,6 +203,8 @@ class InfoEndpoints:
 
     async def metrics(self, request: Request) -> Response:
         metrics = self._services.metrics
+        if self._services.refresh_metrics is not None:
+            await self._services.refresh_metrics()
         return Response(metrics.render(), headers={"content-type": metrics.content_type})
 
     def _model(self) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from cluster.ingress.api.backend import Backend
@@ -46,6 +46,8 @@ class Services:
     tokenizer: TokenizerBundle
     limits: ApiLimits = ApiLimits()
     metrics: IngressMetrics = field(default_factory=IngressMetrics)
+    refresh_metrics: Callable[[], Awaitable[None]] | None = None
+    """Brings what other processes count up to date before metrics are rendered."""
     tenants: Tenants = field(default_factory=Tenants)
     idempotency: IdempotencyKeys | None = None
     """None: requests with an idempotency key are refused."""

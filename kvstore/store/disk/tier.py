@@ -215,8 +215,11 @@ class DiskTier:
 
     # --- reading ------------------------------------------------------------------------------------------
 
-    async def read(self, block_hash: BlockHash, into: Any) -> ReadResult:
-        """Reads one block, verified. ``into``: ``block_bytes``. Modifies: ``into``, only when the result is ``ok``."""
+    async def read(self, block_hash: BlockHash, into: Any, *, damaged_too: bool = False) -> ReadResult:
+        """Reads one block, verified. ``into``: ``block_bytes``. Modifies: ``into``, only when the result is ``ok``.
+
+        ``damaged_too``: also when it is ``damaged``, for who wants to know how.
+        """
         record = self.can_read(block_hash)
         if record is None:
             return "missing"
@@ -225,7 +228,7 @@ class DiskTier:
         self._num_reads += 1
         self.index.pin(record.slot)
         try:
-            is_whole = await self._loop.run_in_executor(self._readers, self._read_one, record, into)
+            is_whole = await self._loop.run_in_executor(self._readers, self._read_one, record, into, damaged_too)
         except OSError as error:
             self._switch_off(error, "read")
             return "failed"
@@ -233,32 +236,35 @@ class DiskTier:
             self._num_reads -= 1
             self.index.unpin(record.slot)
         if not is_whole:
-            self._damaged(record)
+            self.damaged(record)
             return "damaged"
         self.counters.read_blocks += 1
         return "ok"
 
-    async def check(self, slot: int) -> ReadResult | None:
-        """Reads the block of one slot and compares its digest; a damaged one is quarantined. None: nothing there."""
+    async def check(self, slot: int, into: Any = None) -> ReadResult | None:
+        """Reads the block of one slot and compares its digest; a damaged one is quarantined. None: nothing there.
+
+        Modifies: ``into``, which gets the bytes, damaged or not.
+        """
         block = self.index.block_at(slot)
         if block is None or self.state == "off":
             return None
-        return await self.read(block.block_hash, None)
+        return await self.read(block.block_hash, into, damaged_too=True)
 
-    def _read_one(self, record: SlotRecord, into: Any) -> bool:
-        """Reader thread: returns False, with ``into`` untouched, when the bytes do not have their digest."""
+    def _read_one(self, record: SlotRecord, into: Any, damaged_too: bool) -> bool:
+        """Reader thread: returns False when the bytes do not have their digest; without ``damaged_too`` copies none."""
         buffer = getattr(self._read_buffer, "pages", None)
         if buffer is None:
             buffer = self._read_buffer.pages = page_buffer(self._file.stride_bytes)
         self._file.read(record.slot, buffer)
         payload = buffer[: self._file.block_bytes]
-        if not verify(payload, record.digest):
-            return False
-        if into is not None:
+        is_whole = verify(payload, record.digest)
+        if into is not None and (is_whole or damaged_too):
             copy_block(into, payload)
-        return True
+        return is_whole
 
-    def _damaged(self, record: SlotRecord) -> None:
+    def damaged(self, record: SlotRecord) -> None:
+        """This block is not what it should be: it is gone and its slot kept out of use. Not twice for one life."""
         if self.index.quarantine(record.slot, record.generation):
             logger.error("store_disk_damaged hash=%s slot=%d", record.block_hash.hex(), record.slot)
             self._erase([record.slot])

@@ -139,6 +139,9 @@ def test_a_store_on_its_own_from_start_to_stop(store: Store) -> None:
         file.write(b"\xee")
     found = store.json("verify", "--tier", "disk", code=1)["tiers"]
     assert [(row["checked"], [block["slot"] for block in row["damaged"]]) for row in found] == [(12, [slot])]
+    (violation,) = found[0]["violations"]
+    assert (violation["kind"], violation["slot"], int(violation["hash"], 16)) == ("digest", slot, 3)
+    assert found[0]["content_checked"] == 0, "this client names no layout"
     assert store.json("gc")["released_slots"] == 1
     assert "12 blocks read" not in store.kopir("verify").stdout
     assert store.stop() == 0

@@ -93,6 +93,7 @@ async def world(
         bundle,
         limits,
         metrics=metrics,
+        refresh_metrics=backend.refresh_metrics,
         tenants=tenants,
         idempotency=idempotency,
     )

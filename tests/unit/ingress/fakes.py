@@ -134,6 +134,10 @@ class FakeBackend(Backend):
         self.client_retries: list[int] = []
         self.generations: list[FakeGeneration] = []
         self.records: dict[str, dict[str, Any]] = {}
+        self.num_refreshed = 0
+
+    async def refresh_metrics(self) -> None:
+        self.num_refreshed += 1
 
     def ready(self) -> ReadyState:
         return self.state

@@ -103,6 +103,7 @@ async def test_metrics_count_what_clients_experienced(world: World) -> None:
     await world.chat(stream=True)
     await world.chat(temperature=9)
     response = await world.http.get("/metrics")
+    assert world.backend.num_refreshed == 1, "what other processes count was not asked for"
     assert response.headers["content-type"].startswith("text/plain")
     samples = {
         (sample.name, *sorted(sample.labels.values())): sample.value
