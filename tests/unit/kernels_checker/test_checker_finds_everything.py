@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import numpy as np
@@ -12,10 +13,10 @@ from kernels.layout import KVLayout
 from kernels.pattern import write_pattern
 from tests.unit.kernels_checker.pools import DAMAGES, random_layout, random_pool
 
-NUM_POOLS = 20_000
+NUM_POOLS = int(os.environ.get("KOPIR_SOAK_POOLS", "3000"))
 
 
-@pytest.mark.timeout(600)  # about 20 s of one core, much longer on a busy machine
+@pytest.mark.timeout(600)  # a soak of 20,000 takes about 20 s of one core, much longer on a busy machine
 def test_every_damage_is_found_and_no_clean_pool_accused() -> None:
     """Random pools: every second one is checked clean first, then each has one damage or mix-up and is refused."""
     rng = np.random.default_rng(20_260_701)
@@ -37,7 +38,7 @@ def test_every_damage_is_found_and_no_clean_pool_accused() -> None:
         report = checker.check(pool.bytes, pool.claim)
         assert not report.is_clean, (number, damage.__name__, pool)
         applied[damage.__name__] += 1
-    assert min(applied.values()) > 300 and len(applied) == len(DAMAGES), applied
+    assert min(applied.values()) > NUM_POOLS // 70 and len(applied) == len(DAMAGES), applied
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
