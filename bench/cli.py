@@ -161,3 +161,35 @@ def hitrate(
     from bench.hitrate import run_hitrate
 
     return run_hitrate(trace=trace, capacities=capacities or [], json_path=json_path, check=check)
+
+
+@app.command(epilog="Example: kopir bench routing --trace trace.jsonl --workers 2 --workers 4 --check")
+def routing(
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="JSONL with hash_ids per prompt; a sample without.")
+    ] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option("--workers", metavar="N", help="Prefill and decode workers; repeatable.")
+    ] = None,
+    device_blocks: Annotated[int, typer.Option("--device-blocks", help="Blocks of each worker's own pool.")] = 2048,
+    host_blocks: Annotated[int, typer.Option("--host-blocks", help="Blocks of each worker's host slab.")] = 8192,
+    prefill_ms_per_token: Annotated[
+        float, typer.Option("--prefill-ms-per-token", help="Pace of the simulated workers.")
+    ] = 1.0,
+    json_path: JsonFileOption = None,
+    check: CheckOption = False,
+    seed: SeedOption = 1,
+) -> int:
+    """Replay a trace through the router: tokens in the chosen worker's own tiers, bytes moved, spread of load."""
+    from bench.routing import run_routing
+
+    return run_routing(
+        trace=trace,
+        workers=workers or [],
+        device_blocks=device_blocks,
+        host_blocks=host_blocks,
+        prefill_ms_per_token=prefill_ms_per_token,
+        seed=seed,
+        json_path=json_path,
+        check=check,
+    )

@@ -24,12 +24,22 @@ class WorkerView(Struct, frozen=True, kw_only=True):
     refused_fields: tuple[str, ...] = ()
 
 
+class DirectoryAddress(Struct, frozen=True, kw_only=True):
+    """Where a directory that is up listens."""
+
+    incarnation: str
+    host: str
+    port: int
+    pid: int
+
+
 class ClusterView(Struct, frozen=True, kw_only=True):
     """A snapshot of the membership. ``gone`` lists incarnations proved dead."""
 
     version: int
     workers: tuple[WorkerView, ...]
     gone: tuple[str, ...]
+    directory: DirectoryAddress | None = None
 
 
 class StoreSpec(Struct, frozen=True, kw_only=True):
@@ -53,15 +63,6 @@ class StoreSpec(Struct, frozen=True, kw_only=True):
 
 class StoreAddress(Struct, frozen=True, kw_only=True):
     """Where a store node that is up listens."""
-
-    incarnation: str
-    host: str
-    port: int
-    pid: int
-
-
-class DirectoryAddress(Struct, frozen=True, kw_only=True):
-    """Where a directory that is up listens."""
 
     incarnation: str
     host: str

@@ -10,13 +10,16 @@ import asyncio
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstore.core.block_pool import BlockPool
+from kvstore.core.ids import BlockHash
 from kvstore.core.messages import (
     BlocksLanded,
     BlocksPosted,
+    CacheAsk,
     Cancel,
     Credit,
     Grammar,
@@ -35,6 +38,7 @@ from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns, host_identity
 from kvstore.store.client import StoreClient
 from kvstore.transport.base import Transport
+from workers.cache_news import CacheNews
 from workers.decode import DecodeSide
 from workers.engine import Engine
 from workers.engine_loop import AttemptKey, EngineLoop, ForwardEngine, NewToken
@@ -208,6 +212,7 @@ class Worker:
                 fingerprint_digest=self._fingerprint.digest(),
                 local_decode=self._decode,
             )
+        self._news = CacheNews(self._fingerprint.digest(), self._cached_blocks)
         kv_address = ("", 0)
         if self._decode is not None:
             kv_address = self._decode.kv_address = await self._listener.start(spec.bind_host)
@@ -217,6 +222,7 @@ class Worker:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._news.tell()
             if self._decode is not None:
                 self._decode.on_tick()
 
@@ -234,18 +240,21 @@ class Worker:
             on_reconnected=self._on_reconnected,
             on_lease_expired=self._on_lease_expired,
         )
+        self._news.begin(link)
         self._ingresses[address.incarnation] = (link, asyncio.create_task(link.run()))
         try:
             async with asyncio.timeout(CALL_DEADLINE_S / 2):
                 await link.connected.wait()
         except TimeoutError:
             logger.warning("ingress_unreachable ingress=%s", address.ingress_id)
+        self._news.tell()
 
     async def _remove_ingress(self, incarnation: str) -> None:
         link, task = self._ingresses.pop(incarnation, (None, None))
         if link is None or task is None:
             return
         task.cancel()
+        self._news.end(link)
         for side in (self._decode, self._prefill):
             if side is not None:
                 side.link_removed(link)
@@ -291,6 +300,8 @@ class Worker:
                 self._decode.on_resend(link, message)
             case StatusAsk():
                 self._answer_status(link, message.nonce)
+            case CacheAsk():
+                self._news.begin(link)
             case _:
                 logger.warning("message_ignored type=%s", type(message).__name__)
 
@@ -309,6 +320,8 @@ class Worker:
             self._decode.on_lease_granted(link)
 
     def _on_reconnected(self, link: IngressLink) -> None:
+        # The new connection is not marked as up yet: the next tick sends the snapshot.
+        self._news.begin(link)
         if self._decode is not None:
             self._decode.on_reconnected(link)
 
@@ -359,6 +372,10 @@ class Worker:
         # Its transfers end first: only then is the memory that they named nobody's but ours.
         ended = self._transport.peer_lost(incarnation, proved_dead=True)
         ended.add_done_callback(lambda _: self._links.call(self._tell_sides_gone, incarnation))
+
+    def _cached_blocks(self) -> Sequence[BlockHash]:
+        """Returns the blocks that the pool keeps for the next prompt."""
+        return ()
 
     def _tell_sides_gone(self, incarnation: str) -> None:
         for side in (self._prefill, self._decode):

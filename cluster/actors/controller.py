@@ -95,6 +95,8 @@ class ControllerProcess:
         address: DirectoryAddress = await actor.start.remote(self._plan.store.bind_host)
         self._directory, self._directory_address = actor, address
         self._spawn(self._watch_directory(actor))
+        self._membership.version += 1
+        await self._notify()
         await self._introduce_store()
 
     async def _introduce_store(self) -> None:
@@ -274,7 +276,12 @@ class ControllerProcess:
                     refused_fields=slot.refused_fields,
                 )
             )
-        return ClusterView(version=self._membership.version, workers=tuple(views), gone=tuple(self._membership.gone))
+        return ClusterView(
+            version=self._membership.version,
+            workers=tuple(views),
+            gone=tuple(self._membership.gone),
+            directory=self._directory_address,
+        )
 
     async def _notify(self) -> None:
         async with self._changed:

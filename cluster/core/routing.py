@@ -50,12 +50,10 @@ def choose_pair(
         total_blocks: blocks that the decode side must hold for prompt and answer.
         avoid: incarnations this request has failed on; used again only when nobody else is left.
     """
-    known = sorted(candidates, key=lambda c: (c.ref.incarnation in avoid, c.load, c.ref.worker_id))
-    if not _has_pair(known):
-        return NoPair("no connected pair of prefill and decode workers")
-    large = [c for c in known if c.pool_blocks >= (prompt_blocks if c.role == "prefill" else total_blocks)]
-    if not _has_pair(large):
-        return NoPair(f"needs {total_blocks} KV blocks, more than the pools of any pair", never=True)
+    large = large_enough(candidates, prompt_blocks=prompt_blocks, total_blocks=total_blocks)
+    if isinstance(large, NoPair):
+        return large
+    large.sort(key=lambda c: (c.ref.incarnation in avoid, c.load, c.ref.worker_id))
     prefill = next((c for c in large if c.role == "prefill"), None)
     decode = next((c for c in large if c.role == "decode"), None)
     combined = next((c for c in large if c.role == "combined"), None)
@@ -65,6 +63,17 @@ def choose_pair(
     if combined is not None and _rank(combined, avoid) < max(_rank(prefill, avoid), _rank(decode, avoid)):
         return Pair(combined.ref, combined.ref)
     return Pair(prefill.ref, decode.ref)
+
+
+def large_enough(candidates: Iterable[Candidate], *, prompt_blocks: int, total_blocks: int) -> list[Candidate] | NoPair:
+    """Returns the candidates whose pools can ever hold their side of the request, if there is a pair among them."""
+    known = list(candidates)
+    if not _has_pair(known):
+        return NoPair("no connected pair of prefill and decode workers")
+    large = [c for c in known if c.pool_blocks >= (prompt_blocks if c.role == "prefill" else total_blocks)]
+    if not _has_pair(large):
+        return NoPair(f"needs {total_blocks} KV blocks, more than the pools of any pair", never=True)
+    return large
 
 
 def _rank(candidate: Candidate, avoid: Collection[str]) -> tuple[bool, int]:

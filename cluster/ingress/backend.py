@@ -20,12 +20,14 @@ from cluster.core import attempt_events as ev
 from cluster.core.attempt_events import WorkerRef
 from cluster.core.attempts import Phase, RequestMachine, RetryTerms
 from cluster.core.policy import Policy
+from cluster.core.prefix_router import Decision
 from cluster.core.retry_budget import RetryBudget
-from cluster.core.routing import Candidate, CoolDown, NoPair, choose_pair
+from cluster.core.routing import NoPair
 from cluster.ingress.api.backend import Backend, Generation, ReadyState
 from cluster.ingress.api.errors import InvalidRequest, Overloaded
 from cluster.ingress.fleet import Fleet
 from cluster.ingress.generation import RunningRequest
+from cluster.ingress.placement import Placement, for_journal
 from cluster.ingress.record_book import RecordBook
 from cluster.ingress.relay import RelayServer, WorkerLink
 from cluster.ingress.relay_metrics import RelayMetrics
@@ -34,6 +36,8 @@ from cluster.policy_source import PolicySource
 from cluster.view import ClusterView
 from kvstore.core.messages import (
     AttemptFault,
+    CacheChanged,
+    CacheSnapshot,
     Cancel,
     CancelAck,
     Credit,
@@ -92,7 +96,10 @@ class RelayBackend(Backend):
         # Each ingress has its share, so that no retry has to ask another process first.
         self._budget = RetryBudget(config.attempts.cluster_retry_tokens_per_s / config.ingress.replicas)
         self._metrics.watch_budget(self._budget)
-        self._cool = CoolDown()
+        self._placement = Placement(
+            me=me, secret=secret, fleet=self._fleet, block_tokens=config.kv.block_tokens, clock_ns=clock_ns
+        )
+        self._cool = self._placement.router.cool
         self._book = RecordBook(me.incarnation, lease_ms=config.attempts.lease_ms)
         rejected = self._metrics.rejected_connections
         rejected.labels("relay").set_function(lambda: self._relay.rejected)
@@ -139,6 +146,7 @@ class RelayBackend(Backend):
                     await asyncio.sleep(0.01)
         for task in self._tasks:
             task.cancel()
+        await self._placement.close()
         await self._relay.close()
         self._fleet.close()
         await self._book.close()
@@ -146,6 +154,7 @@ class RelayBackend(Backend):
     def set_view(self, view: ClusterView) -> None:
         """Takes a newer membership; lives that it calls gone are gone."""
         self._fleet.set_view(view)
+        self._placement.set_directory(self._fleet.view.directory)
 
     @property
     def view_version(self) -> int:
@@ -166,7 +175,9 @@ class RelayBackend(Backend):
         label: str | None,
         tenant: str,
         client_retries: int = 0,
+        cache_key: str | None = None,
     ) -> Generation:
+        placed = await self._placement.look_up(spec, tenant=tenant, cache_key=cache_key)
         if len(self._running) >= self._config.limits.max_queued_requests:
             raise Overloaded(f"{len(self._running)} requests are waiting or running here already.", retry_after_s=1)
         policy = self._policy.current
@@ -179,6 +190,7 @@ class RelayBackend(Backend):
             orders=self,
             clock_ns=self._clock_ns,
             backlog_tokens=self._config.limits.max_stream_backlog_tokens,
+            placed=placed,
             facts={
                 "model_revision": self._model_revision,
                 "lease_ms": self._config.attempts.lease_ms,
@@ -187,9 +199,9 @@ class RelayBackend(Backend):
                 "client_retries": client_retries,
             },
         )
-        pair = self._choose(request, ())
-        if isinstance(pair, NoPair) and pair.never:
-            raise InvalidRequest(f"The request {pair.why}.", param="max_tokens", code="context_length_exceeded")
+        decision = self._choose(request, ())
+        if isinstance(decision, NoPair) and decision.never:
+            raise InvalidRequest(f"The request {decision.why}.", param="max_tokens", code="context_length_exceeded")
         self._running[request_id] = request
         if self._config.attempts.deadline_ms is not None:
             request.deadline = asyncio.get_running_loop().call_later(
@@ -267,6 +279,7 @@ class RelayBackend(Backend):
         """Ends what no broken link tells of: the sides whose holder has not asked for a whole lease."""
         while True:
             await asyncio.sleep(self._config.attempts.lease_ms / 1000 / LAPSE_LOOKS_PER_LEASE)
+            self._placement.sweep()
             for incarnation, (attempt_id, epoch) in self._relay.lapse():
                 request = self._by_attempt.get(attempt_id)
                 if request is not None:
@@ -329,6 +342,8 @@ class RelayBackend(Backend):
         elif isinstance(message, Status):
             self._fleet.on_status(message)
             self._metrics.on_report(message.incarnation, message.counters)
+        elif isinstance(message, CacheSnapshot | CacheChanged):
+            self._placement.on_news(link, message)
         else:
             request = self._by_attempt.get(message.attempt_id)
             if request is None:
@@ -376,10 +391,12 @@ class RelayBackend(Backend):
                     "hand_off": message.hand_off_ns,
                 }
                 self._cool.succeeded(link.incarnation)
+                self._placement.on_prefill_done(link.incarnation, message, len(request.spec.prompt_token_ids))
                 request.step(ev.PrefillEnded(**about, spans_ns=spans))
             case AttemptFault():
                 role = self._role_of(request, link)
                 self._cool.failed(link.incarnation, about["now_ns"])
+                self._placement.prefill_ended(message.attempt_id, link.incarnation)
                 request.step(ev.AttemptFaulted(**about, role=role, reason=message.reason, message=message.message))
             case CancelAck():
                 self._on_cancel_ack(request, link, message, about)
@@ -410,28 +427,22 @@ class RelayBackend(Backend):
     def route(self, generation: RunningRequest, avoid: tuple[str, ...]) -> None:
         """Chooses a pair and starts an attempt on it."""
         now_ns = self._clock_ns()
-        pair = self._choose(generation, (*avoid, *self._cool.set_aside(now_ns)))
-        if isinstance(pair, NoPair):
-            generation.step(ev.NoRoute(now_ns=now_ns, message=pair.why))
+        lost = generation.machine.current
+        if lost is not None:
+            self._placement.prefill_ended(lost.attempt_id, lost.workers["prefill"].incarnation)
+        decision = self._choose(generation, avoid)
+        if isinstance(decision, NoPair):
+            generation.step(ev.NoRoute(now_ns=now_ns, message=decision.why))
             return
         attempt_id = f"att-{secrets.token_hex(16)}"
         self._by_attempt[attempt_id] = generation
+        machine, pair = generation.machine, decision.pair
+        self._placement.started(attempt_id, decision, generation.placed)
         generation.step(ev.Routed(now_ns=now_ns, attempt_id=attempt_id, prefill=pair.prefill, decode=pair.decode))
+        machine.journal.note(now_ns, "routing", len(machine.attempts), **for_journal(decision))
 
-    def _choose(self, request: RunningRequest, avoid: tuple[str, ...]) -> Any:
-        block_tokens = self._config.kv.block_tokens
-        num_prompt = len(request.spec.prompt_token_ids)
-        load = self._load()
-        candidates = [
-            Candidate(ref, role, load.get(ref.incarnation, 0), pool_blocks)
-            for ref, role, pool_blocks in self._fleet.usable()
-        ]
-        return choose_pair(
-            candidates,
-            prompt_blocks=-(-num_prompt // block_tokens),
-            total_blocks=-(-(num_prompt + request.spec.max_tokens - 1) // block_tokens),
-            avoid=avoid,
-        )
+    def _choose(self, request: RunningRequest, avoid: tuple[str, ...]) -> Decision | NoPair:
+        return self._placement.choose(request.spec, request.placed, loads=self._load(), avoid=avoid)
 
     def _load(self) -> dict[str, int]:
         load: dict[str, int] = {}
@@ -542,6 +553,7 @@ class RelayBackend(Backend):
         self._metrics.account(order)
         for attempt in generation.machine.attempts:
             self._by_attempt.pop(attempt.attempt_id, None)
+            self._placement.prefill_ended(attempt.attempt_id, attempt.workers["prefill"].incarnation)
             for role in ev.ROLES:
                 granter = self._relay.known_granter(attempt.workers[role].incarnation)
                 if granter is not None:
@@ -566,5 +578,6 @@ class RelayBackend(Backend):
     def _on_worker_gone(self, incarnation: str) -> None:
         """A life is proved over."""
         self._relay.forget(incarnation)
+        self._placement.worker_gone(incarnation)
         for request in tuple(self._running.values()):
             request.step(ev.WorkerGone(now_ns=self._clock_ns(), incarnation=incarnation))

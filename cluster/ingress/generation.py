@@ -25,6 +25,7 @@ from cluster.ingress.api.backend import (
     TokenBatch,
 )
 from cluster.ingress.api.errors import ApiError, InvalidRequest, NotReady, UpstreamFailed
+from cluster.ingress.placement import Placed
 from kvstore.core.messages import GenerationSpec, StreamDelta
 
 CACHED_TOKENS_DEADLINE_S = 1.0
@@ -65,12 +66,14 @@ class RunningRequest(Generation):
         orders: Orders,
         clock_ns: Callable[[], int],
         backlog_tokens: int,
+        placed: Placed,
         facts: Mapping[str, Any],
     ) -> None:
         self.spec = spec
         self.machine = machine
         self.tenant = tenant
         self.label = label
+        self.placed = placed
         self.ticket: Any = None
         self._orders = orders
         self._clock_ns = clock_ns

@@ -6,8 +6,9 @@ as the answer to an ask (``LeaseAsk`` -> ``LeaseGrant``). Unknown fields are ref
 
 Directions:
 
-    ingress -> worker   Reserve, Prefill, Cancel, LeaseGrant, Credit, Resend, StatusAsk
-    worker  -> ingress  Reserved, Refused, PrefillStarted, PrefillDone, AttemptFault, CancelAck, Frame, LeaseAsk, Status
+    ingress -> worker   Reserve, Prefill, Cancel, LeaseGrant, Credit, Resend, StatusAsk, CacheAsk
+    worker  -> ingress  Reserved, Refused, PrefillStarted, PrefillDone, AttemptFault, CancelAck, Frame, LeaseAsk,
+                        Status, CacheSnapshot, CacheChanged
     prefill -> decode   KvHello, BlocksPosted, HandOff, PrefillAbandoned
     decode  -> prefill  KvHelloReply, BlocksLanded, HandOffDone
 """
@@ -19,6 +20,9 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from kvstore.core.announcer import MAX_HASHES_PER_PART
+from kvstore.core.ids import BLOCK_HASH_BYTES
+
 WIRE_VERSION = 1
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -29,6 +33,8 @@ MAX_GRAMMAR_CHARS = 1 << 18
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 ShortText = Annotated[str, Meta(max_length=512)]
+Hash = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
+Hashes = Annotated[tuple[Hash, ...], Meta(max_length=MAX_HASHES_PER_PART)]
 
 FaultReason = Literal[
     "worker_exited",
@@ -171,6 +177,10 @@ class StatusAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     nonce: int
 
 
+class CacheAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Changes of the worker's cached blocks were missed: asks for a snapshot."""
+
+
 # --- worker -> ingress --------------------------------------------------------------------------------------
 
 
@@ -285,6 +295,25 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     counters: dict[str, int] = {}
 
 
+class CacheSnapshot(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Part of the blocks that a worker's own pool could serve after announcement ``sequence``; part 0 replaces all."""
+
+    sequence: Annotated[int, Meta(ge=0)]
+    part: Annotated[int, Meta(ge=0)]
+    is_last: bool
+    fingerprint: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    """Digest of the fingerprint, which the names of its blocks are made with."""
+    hashes: Hashes
+
+
+class CacheChanged(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """What came into a worker's own pool and what left it since announcement ``sequence - 1``."""
+
+    sequence: Annotated[int, Meta(ge=1)]
+    added: Hashes
+    removed: Hashes
+
+
 # --- prefill <-> decode -------------------------------------------------------------------------------------
 
 
@@ -373,8 +402,20 @@ class PrefillAbandoned(Struct, frozen=True, kw_only=True, tag_field="t", tag=Tru
     reason: ShortText
 
 
-ToWorker = Reserve | Prefill | Cancel | LeaseGrant | Credit | Resend | StatusAsk
-ToIngress = Reserved | Refused | PrefillStarted | PrefillDone | AttemptFault | CancelAck | Frame | LeaseAsk | Status
+ToWorker = Reserve | Prefill | Cancel | LeaseGrant | Credit | Resend | StatusAsk | CacheAsk
+ToIngress = (
+    Reserved
+    | Refused
+    | PrefillStarted
+    | PrefillDone
+    | AttemptFault
+    | CancelAck
+    | Frame
+    | LeaseAsk
+    | Status
+    | CacheSnapshot
+    | CacheChanged
+)
 ToDecode = KvHello | BlocksPosted | HandOff | PrefillAbandoned
 ToPrefill = KvHelloReply | KvProbeResult | BlocksLanded | HandOffDone
 

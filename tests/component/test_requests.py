@@ -318,6 +318,25 @@ async def test_records_are_for_their_own_tenant(make_cluster: MakeCluster) -> No
     assert issubclass(NotReady, ApiError)
 
 
+async def test_the_choice_of_a_pair_is_in_the_journal_with_its_numbers(make_cluster: MakeCluster) -> None:
+    """Every prefill side that could have taken it: wait, missing tokens, predicted time to the first token."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "prefill", "decode")
+    await collect(await cluster.submit(make_spec()))
+    record = await cluster.backend.request_record("req-1", tenant="t")
+    assert record is not None
+    (choice,) = [entry for entry in record["events"] if entry["event"] == "routing"]
+    assert (choice["epoch"], choice["decode"]) == (1, "decode-0")
+    assert choice["prefill"] == record["attempts"][0]["prefill"]["worker_id"]
+    assert {weighed["worker_id"] for weighed in choice["weighed"]} == {"prefill-0", "prefill-1"}
+    for weighed in choice["weighed"]:
+        assert weighed["predicted_ttft_ms"] > 0
+        assert weighed["missing_tokens"] == record["prompt_tokens"]
+    router = cluster.backend._placement.router
+    assert router.rates.prefill_ns_per_token(record["attempts"][0]["prefill"]["incarnation"]) > 0
+    assert cluster.backend._placement._caches.fingerprint is not None
+
+
 async def test_a_worker_of_another_model_is_refused_by_field(make_cluster: MakeCluster, tmp_path: Any) -> None:
     """C2: prefill and decode whose weights differ never exchange a block."""
     from kvstore.errors import FingerprintMismatch

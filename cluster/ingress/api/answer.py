@@ -204,6 +204,7 @@ class Answer(ABC):
             label=self._label,
             tenant=self._tenant,
             client_retries=self._client_retries,
+            cache_key=self._plan.cache_key,
         )
 
     async def _consume(self, send: Send) -> str:

@@ -157,9 +157,11 @@ class Backend(ABC):
         label: str | None,
         tenant: str,
         client_retries: int = 0,
+        cache_key: str | None = None,
     ) -> Generation:
         """Admits a request. ``label`` is the client's own x-request-id, for logs only; ``client_retries`` says how
-        often its library has sent this request before, which counts as attempts.
+        often its library has sent this request before, which counts as attempts; ``cache_key`` is the client's hint
+        that requests with the same key begin alike.
 
         Raises: BadInput -> 400; NoCapacity -> 503; any ApiError as it says (``NotReady``, ``Overloaded``,
         ``UpstreamFailed``).

@@ -55,6 +55,8 @@ class AnswerPlan(Struct, frozen=True, kw_only=True):
     tools: ToolRules | None = None
     """None: the answer is text, whatever it looks like."""
     tool_format: ToolFormat = TAGGED
+    cache_key: str | None = None
+    """The client says that requests with this key begin alike: a hint for routing."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -180,6 +182,7 @@ class Planner:
             include_usage=options is not None and bool(options.include_usage),
             num_logprobs=num_logprobs,
             num_choices=request.n or 1,
+            cache_key=request.prompt_cache_key,
         )
 
     def _check_model(self, request: GenerationRequest) -> None:

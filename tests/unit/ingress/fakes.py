@@ -133,6 +133,7 @@ class FakeBackend(Backend):
         self.labels: list[str | None] = []
         self.client_retries: list[int] = []
         self.generations: list[FakeGeneration] = []
+        self.cache_keys: list[str | None] = []
         self.records: dict[str, dict[str, Any]] = {}
         self.num_refreshed = 0
 
@@ -151,8 +152,10 @@ class FakeBackend(Backend):
         label: str | None,
         tenant: str,
         client_retries: int = 0,
+        cache_key: str | None = None,
     ) -> Generation:
         self.client_retries.append(client_retries)
+        self.cache_keys.append(cache_key)
         self.specs.append(spec)
         self.labels.append(label)
         try:
