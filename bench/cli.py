@@ -193,3 +193,17 @@ def routing(
         json_path=json_path,
         check=check,
     )
+
+
+@app.command(epilog="Example: kopir bench sim --seeds 3000 --processes 2 --json sim.json")
+def sim(
+    seeds: Annotated[int, typer.Option("--seeds", metavar="N", min=1, help="Seeds 0 to N.")] = 3000,
+    processes: Annotated[int, typer.Option("--processes", metavar="N", min=1, help="Processes that share them.")] = 1,
+    mutants: Annotated[bool, typer.Option(help="Also count the seeds until each planted bug is caught.")] = True,
+    json_path: JsonFileOption = None,
+    check: CheckOption = False,
+) -> int:
+    """Run many seeds of the simulator: violations, cells reached, events per second, planted bugs."""
+    from bench.sim import run_sim
+
+    return run_sim(num_seeds=seeds, processes=processes, mutants=mutants, json_path=json_path, check=check)

@@ -262,10 +262,11 @@ class NothingLeft(Witness):
                     self.violate(f"{name} still grants {process.num_leases} leases")
             else:
                 self._check_worker(name, process)
-        for number in range(world.scenario.shape.num_ingress):
+        for number in range(world.num_probes):
             ending = self._probes.get(f"req-{1000 + number}", "nothing")
             if ending != "finished":
-                self.violate(f"after the heal, a request at i{number} got: {ending}")
+                ingress = number % world.scenario.shape.num_ingress
+                self.violate(f"after the heal, a request at i{ingress} got: {ending}")
 
     def _check_worker(self, name: str, worker: SimPrefill | SimDecode) -> None:
         worker.pool.check_invariants()

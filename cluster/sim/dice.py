@@ -24,6 +24,15 @@ class Dice:
         """Returns True with this probability in [0, 1]."""
         return self._draw() < probability
 
+    def below(self, shares: Sequence[float]) -> int:
+        """Returns the index of one of ``shares``, each with its probability; their number for the rest."""
+        share = self._draw()
+        for index, size in enumerate(shares):
+            if share < size:
+                return index
+            share -= size
+        return len(shares)
+
     def between(self, low: int, high: int) -> int:
         """Returns a whole number in [low, high]."""
         return low + int(self._draw() * (high - low + 1))

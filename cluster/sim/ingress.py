@@ -95,17 +95,19 @@ class SimIngress:
         self.world.tell("on_admitted", request)
         self.running[request_id] = request
         if ask.deadline_ns is not None:
-            self.kernel.at(ask.deadline_ns, self.life, self._on_deadline, request)
+            self.kernel.at(ask.deadline_ns, self.life, self.deadline_passes, request)
         if ask.leaves_after_ns is not None:
-            self.kernel.at(ask.leaves_after_ns, self.life, self._on_client_leaves, request)
+            self.kernel.at(ask.leaves_after_ns, self.life, self.client_leaves, request)
         self._route(request, ())
         self._watch()
 
-    def _on_deadline(self, request: SimRequest) -> None:
+    def deadline_passes(self, request: SimRequest) -> None:
+        """The time of a request is over."""
         if not request.machine.closed:
             self.step(request, ev.DeadlineReached(now_ns=self.now_ns))
 
-    def _on_client_leaves(self, request: SimRequest) -> None:
+    def client_leaves(self, request: SimRequest) -> None:
+        """The client of a request goes away, or cancels it."""
         if request.told:
             return
         if request.ask.cancels:
@@ -136,8 +138,11 @@ class SimIngress:
         """Feeds a machine and carries out its orders."""
         machine = request.machine
         self.world.cover(machine, event)
+        before = machine.phase
         orders = machine.step(event)
         machine.check_invariants()
+        if machine.phase is not before:
+            self.world.on_state(request)
         for order in orders:
             self.kernel.note(request.request_id, type(order).__name__)
             self._carry_out(request, order, delta)

@@ -214,7 +214,10 @@ MUTANTS: dict[str, Mutant] = {
     "lost_frames_not_asked_for": _mutant("NothingLeft OneEnding", machine=TrustsOldLink),
     "silence_ignored": _mutant("NothingLeft OneEnding", granter=NeverLapses),
 }
-"""By name; ``python -m cluster.sim mutants`` runs them all."""
+"""By name; ``kopir sim mutants`` runs them all."""
+
+SEEDS_MAX = 1000
+"""Within so many seeds each of them must be caught."""
 
 
 def hunt(name: str, *, seeds_max: int, first_seed: int = 0) -> Violation | None:

@@ -6,12 +6,15 @@ seed, so that a scenario without its seed's faults, after shrinking, still runs 
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from msgspec import Struct
+from msgspec.structs import replace
 
 from cluster.sim.dice import Dice
 
 MS = 1_000_000
-SHAPE, REQUESTS, FAULTS, NETWORK, WORK = range(5)
+SHAPE, REQUESTS, FAULTS, NETWORK, WORK, AIMS = range(6)
 """Purposes of dice."""
 
 
@@ -146,6 +149,20 @@ class Drain(Fault, frozen=True, kw_only=True, tag=True):
     drain_ns: int
 
 
+class Aim(Struct, frozen=True, kw_only=True):
+    """What happens to request ``number`` once it is in ``state``, ``after_ns`` after it came there."""
+
+    number: int
+    state: str
+    what: Literal["worker_gone", "no_sign_of_life", "slow", "client_gone", "deadline", "draining"]
+    role: Literal["prefill", "decode"]
+    after_ns: int
+    for_ns: int
+    """How long it lasts, where it does."""
+    hold_ns: int = 0
+    """The answers of decode are held back so long, to make the state last; 0: they are not."""
+
+
 AnyFault = Crash | Pause | Cut | Reset | Chaos | Slow | EngineFault | Corrupt | Drain
 
 
@@ -157,29 +174,101 @@ class Scenario(Struct, frozen=True, kw_only=True):
     asks: tuple[Ask, ...]
     faults: tuple[AnyFault, ...]
     heal_at_ns: int
+    aims: tuple[Aim, ...] = ()
     mutant: str | None = None
     """A planted bug (``cluster.sim.mutants``), when the case shows one."""
+
+
+AIMED, STALLED = 0.8, 0.12
+"""Shares of the seeds in which most requests are aimed at, and in which senders stall over crowded pools."""
+AIM_WEIGHTS = {
+    "worker_gone": 5,
+    "no_sign_of_life": 1,
+    "slow": 4,
+    "client_gone": 5,
+    "deadline": 5,
+    "draining": 3,
+}
+STATE_WEIGHTS = {"reserving": 5, "prefilling": 6, "handing_off": 10, "decoding": 7, "delivering": 7}
+"""What is hard to meet by chance is aimed at more often."""
+AIM_ROOM_NS = 2_000 * MS
+"""After the last request of an aimed seed, before the heal: what is aimed still happens in the safety phase."""
 
 
 def make_scenario(seed: int) -> Scenario:
     """Returns the scenario of a seed."""
     shape = _make_shape(Dice(seed, SHAPE))
+    aiming = Dice(seed, AIMS)
+    kind = aiming.below((AIMED, STALLED))
+    num_asks_range = (4, 10)
+    if kind == 0:
+        # Room for all of them, and an ingress for those that come while the other one drains.
+        shape, num_asks_range = replace(shape, num_ingress=2, max_requests=64, max_waiting=16), (22, 28)
+    elif kind == 1:
+        # Slots that are given up are wanted again at once.
+        shape, num_asks_range = replace(shape, pool_blocks=6, receiver_copies=False, max_attempts=3), (10, 14)
     dice = Dice(seed, REQUESTS)
-    asks = tuple(_make_ask(number, dice, shape) for number in range(dice.between(4, 10)))
+    asks = tuple(_make_ask(number, dice, shape) for number in range(dice.between(*num_asks_range)))
+    aims: tuple[Aim, ...] = ()
+    if kind == 0:
+        aims = tuple(_make_aim(ask.number, aiming, shape) for ask in asks)
+        asks = tuple(_target(ask, aim) for ask, aim in zip(asks, aims, strict=True))
+    elif kind == 1:
+        aims = tuple(_make_stall(ask, aiming, shape) for ask in asks if aiming.chance(0.4))
     dice = Dice(seed, FAULTS)
-    faults = [_make_fault(dice, shape, asks) for _ in range(dice.between(3, 8))]
+    faults = [_make_fault(dice, shape, asks) for _ in range(3 if kind == 0 else dice.between(3, 8))]
     if dice.chance(0.5):
         faults += dice.pick((_make_late_answers, _make_stalled_writer, _make_flapping_link))(dice, shape, asks)
     faults.sort(key=lambda fault: fault.at_ns)
     end_ns = max(fault.at_ns + _length_ns(fault) for fault in faults)
-    last_ns = max(ask.at_ns for ask in asks)
+    last_ns = max(ask.at_ns for ask in asks) + (AIM_ROOM_NS if kind == 0 else 0)
     return Scenario(
         seed=seed,
         shape=shape,
         asks=asks,
         faults=tuple(faults),
         heal_at_ns=max(end_ns, last_ns) + dice.between(1, 500) * MS,
+        aims=aims,
     )
+
+
+def _make_aim(number: int, dice: Dice, shape: Shape) -> Aim:
+    state = dice.pick([name for name, weight in STATE_WEIGHTS.items() for _ in range(weight)])
+    what = dice.pick([name for name, weight in AIM_WEIGHTS.items() for _ in range(weight)])
+    timing = shape.timing
+    after_ns_max = {"reserving": MS // 4, "handing_off": MS, "prefilling": timing.chunk_ns}.get(state, 30 * MS)
+    can_be_prefill = state == "prefilling" or (state == "reserving" and what == "slow")
+    return Aim(
+        number=number,
+        state=state,
+        what=what,  # type: ignore[arg-type]
+        role="prefill" if can_be_prefill and dice.chance(0.5) else "decode",
+        after_ns=dice.between(0, after_ns_max),
+        for_ns=dice.between(1, timing.lease_ms * 2) * MS,
+        hold_ns=dice.between(5, 120) * MS if state == "handing_off" or dice.chance(0.4) else 0,
+    )
+
+
+def _make_stall(ask: Ask, dice: Dice, shape: Shape) -> Aim:
+    """A sender is stopped in the middle of its copies, for longer than anybody waits for them."""
+    timing = shape.timing
+    return Aim(
+        number=ask.number,
+        state="prefilling",
+        what="no_sign_of_life",
+        role="prefill",
+        after_ns=dice.between(timing.chunk_ns, timing.chunk_ns * (ask.prompt_blocks + 1)),
+        for_ns=(timing.transfer_deadline_ms + timing.lease_ms * dice.between(1, 3)) * MS,
+    )
+
+
+def _target(ask: Ask, aim: Aim) -> Ask:
+    """Returns a request that reaches the state that is aimed at, if nothing else stops it."""
+    changes: dict[str, Any] = {"leaves_after_ns": None, "deadline_ns": None, "at_ns": ask.at_ns * 5}
+    if aim.state in ("decoding", "delivering"):
+        long = {"eos_at": None, "stop_string_at": None, "max_tokens": max(ask.max_tokens, 8)}
+        changes |= {"stream": aim.state == "delivering", **long}
+    return replace(ask, **changes)
 
 
 def _make_shape(dice: Dice) -> Shape:

@@ -1,4 +1,4 @@
-"""Makes a failing scenario small: drops faults and requests while the same checker still complains.
+"""Makes a failing scenario small: drops aims, faults and requests while the same checker still complains.
 
 Greedy and deterministic. The dice of the network are the seed's, so a smaller scenario is another run; only runs that
 still fail in the same way are kept.
@@ -16,13 +16,13 @@ RUNS_MAX = 400
 
 
 def shrink(scenario: Scenario, parts: Parts | None = None) -> Scenario:
-    """Returns a scenario with as few faults and requests as were needed to see one of the same breaches."""
+    """Returns a scenario with as few aims, faults and requests as were needed to see one of the same breaches."""
     wanted = _breaches(scenario, parts)
     runs_left = RUNS_MAX
     shrunk = True
     while shrunk and wanted:
         shrunk = False
-        for name in ("faults", "asks"):
+        for name in ("aims", "faults", "asks"):
             index = 0
             while index < len(getattr(scenario, name)) and runs_left > 0:
                 items = getattr(scenario, name)

@@ -11,6 +11,9 @@ from typing import Any
 
 from cluster.core import attempt_events as ev
 from cluster.core.attempts import RequestMachine
+from cluster.sim.aims import Aims
+from cluster.sim.client import SimRequest
+from cluster.sim.coverage import cell_of, is_needed
 from cluster.sim.decode import SimDecode
 from cluster.sim.dice import Dice
 from cluster.sim.ingress import SimIngress
@@ -45,6 +48,9 @@ REST_WAIT_NS = 60_000 * MS
 """Within this after the heal, everything must have come to rest."""
 PROBE_WAIT_NS = 60_000 * MS
 PROBE_NUMBER = 1000
+PROBES_MAX = 40
+EVENTS_MIN = 200
+"""A seed whose requests were all refused is probed until it is a run of this size."""
 
 Process = SimIngress | SimPrefill | SimDecode
 
@@ -72,6 +78,8 @@ class World:
         self._num_lives: dict[str, int] = {}
         self._num_attempts = 0
         self._contents: dict[tuple[int, int], bytes] = {}
+        self._aims = Aims(self, scenario.aims)
+        self.num_probes = 0
 
     # --- the run --------------------------------------------------------------------------------------------------
 
@@ -84,12 +92,13 @@ class World:
         for ask in self.scenario.asks:
             self.kernel.at(ask.at_ns, None, self._submit, ask)
         for fault in self.scenario.faults:
-            self.kernel.at(fault.at_ns, None, self._strike, fault)
+            self.kernel.at(fault.at_ns, None, self.strike, fault)
         self.kernel.run(until_ns=self.scenario.heal_at_ns)
         self._heal()
         self.came_to_rest = self.kernel.run(until_ns=self.kernel.now_ns + REST_WAIT_NS)
-        self._probe()
-        self.came_to_rest &= self.kernel.run(until_ns=self.kernel.now_ns + PROBE_WAIT_NS)
+        while not self.num_probes or (self.kernel.num_events < EVENTS_MIN and self.num_probes < PROBES_MAX):
+            self._probe()
+            self.came_to_rest &= self.kernel.run(until_ns=self.kernel.now_ns + PROBE_WAIT_NS)
         for witness in self._witnesses.all:
             witness.now_ns = self.kernel.now_ns
             witness.at_rest(self)
@@ -106,7 +115,7 @@ class World:
         shape = self.scenario.shape
         for number in range(shape.num_ingress):
             ask = Ask(
-                number=PROBE_NUMBER + number,
+                number=PROBE_NUMBER + self.num_probes,
                 at_ns=self.kernel.now_ns,
                 ingress=number,
                 stream=True,
@@ -114,6 +123,7 @@ class World:
                 cached_blocks=0,
                 max_tokens=3,
             )
+            self.num_probes += 1
             self._submit(ask)
 
     # --- lives ------------------------------------------------------------------------------------------------------
@@ -177,7 +187,8 @@ class World:
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
-    def _strike(self, fault: AnyFault) -> None:
+    def strike(self, fault: AnyFault) -> None:
+        """A fault happens now."""
         self.kernel.note("fault", type(fault).__name__)
         match fault:
             case Crash():
@@ -185,6 +196,8 @@ class World:
             case Pause():
                 life = self.processes[fault.target].life
                 if not life.dead and not life.paused:
+                    if fault.for_ns < self.scenario.shape.timing.lease_ms * MS:
+                        self._cover_slow(life)
                     self.kernel.pause(life)
                     self.kernel.at(fault.for_ns, None, self._resume, life)
             case Cut():
@@ -197,6 +210,7 @@ class World:
             case Slow():
                 worker = self.processes[fault.target]
                 if not isinstance(worker, SimIngress):
+                    self._cover_slow(worker.life)
                     worker.slow_factor = fault.factor
                     self.kernel.at(fault.for_ns, None, self._speed_up, worker)
             case EngineFault():
@@ -258,6 +272,23 @@ class World:
         """Passes a fact on to whoever watches."""
         self._witnesses.tell(self.kernel.now_ns, hook, *facts)
 
+    def on_state(self, request: SimRequest) -> None:
+        """A request has entered a state."""
+        self._aims.on_state(request)
+
+    def client_leaves(self, request: SimRequest) -> None:
+        """The client of a request goes away, now."""
+        self._at_ingress(request, "client_leaves")
+
+    def deadline_passes(self, request: SimRequest) -> None:
+        """The deadline of a request is over, now."""
+        self._at_ingress(request, "deadline_passes")
+
+    def _at_ingress(self, request: SimRequest, what: str) -> None:
+        ingress = self.processes[request.ingress.partition("#")[0]]
+        if isinstance(ingress, SimIngress) and ingress.life.incarnation == request.ingress:
+            self.kernel.at(0, ingress.life, getattr(ingress, what), request)
+
     def new_attempt_id(self) -> str:
         """Returns an attempt id that was never used."""
         self._num_attempts += 1
@@ -273,26 +304,16 @@ class World:
 
     def cover(self, machine: RequestMachine, event: ev.AnyEvent) -> None:
         """Counts which cell of contract section 6 an event reaches."""
-        row = _ROWS.get(type(event))
-        if row is None or machine.is_ended:
-            return
-        attempt = machine.current
-        if row in _ABOUT_A_LIFE:
-            assert isinstance(event, ev.WorkerGone | ev.LinkLost)
-            if attempt is None or all(ref.incarnation != event.incarnation for ref in attempt.workers.values()):
-                return
-        column = "after" if machine.first_delta_sent else "before"
-        cell = f"{row}/{column}"
-        self.coverage[cell] = self.coverage.get(cell, 0) + 1
+        cell = cell_of(machine, event)
+        if cell is not None:
+            self.coverage[cell] = self.coverage.get(cell, 0) + 1
 
-
-_ROWS: dict[type, str] = {
-    ev.WorkerGone: "worker_gone",
-    ev.AttemptFaulted: "worker_fault",
-    ev.LinkLost: "no_sign_of_life",
-    ev.LeaseLapsed: "lease_lapsed",
-    ev.ClientGone: "client_gone",
-    ev.DeadlineReached: "deadline",
-    ev.DrainEnded: "draining",
-}
-_ABOUT_A_LIFE = frozenset({"worker_gone", "no_sign_of_life"})
+    def _cover_slow(self, life: Life) -> None:
+        """A worker is slow from now on, and alive: that reaches every request which needs it."""
+        for process in self.processes.values():
+            if isinstance(process, SimIngress) and not process.life.dead:
+                for request in process.running.values():
+                    machine = request.machine
+                    if not machine.is_ended and not machine.upstream_done and is_needed(machine, life.incarnation):
+                        cell = f"{machine.phase.value}/slow"
+                        self.coverage[cell] = self.coverage.get(cell, 0) + 1

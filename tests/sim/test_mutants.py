@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.sim.mutants import MUTANTS, hunt
+from cluster.sim.mutants import MUTANTS, SEEDS_MAX, hunt
 from cluster.sim.parts import Parts
-
-SEEDS_MAX = 1000
 
 
 @pytest.mark.parametrize("name", MUTANTS)

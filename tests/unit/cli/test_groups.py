@@ -111,7 +111,7 @@ def test_sim_fails_when_a_checker_found_something(
 ) -> None:
     """Exit status 1 and the violation in words; 0 without; JSON is the result as it is."""
     results = {"seeds": 2, "violations": ["seed 1: two attempts published"]}
-    monkeypatch.setattr(cluster.sim, "run_seeds", lambda first, end: {**results, "seeds": end - first}, raising=False)
+    monkeypatch.setattr(cluster.sim, "run_seeds", lambda first, end, **_: {**results, "seeds": end - first})
     monkeypatch.setattr(cluster.sim, "replay_file", lambda _path: {"seeds": 1, "violations": []}, raising=False)
     assert cli.run(["sim", "run", "--seeds", "0:2"]) == 1
     assert "violation: seed 1: two attempts published" in capsys.readouterr().out
@@ -121,3 +121,29 @@ def test_sim_fails_when_a_checker_found_something(
     case.write_text("")
     assert cli.run(["sim", "replay", str(case)]) == 0
     assert cli.run(["sim", "replay", str(tmp_path / "none")]) == 2
+
+
+def test_sim_says_after_how_many_seeds_a_planted_bug_is_caught(capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 1 when it is not caught within the limit, 2 for a name that is none."""
+    assert cli.run(["sim", "mutants", "budget_not_charged", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["budget_not_charged"]
+    assert 1 <= found["seeds"] <= 1000 and found["checker"] == "RetryOnlyUnsent"
+    assert cli.run(["sim", "mutants", "quarantine_skipped", "--seeds-max", "1"]) == 1
+    assert "not caught within 1 seeds: quarantine_skipped" in capsys.readouterr().out
+    assert cli.run(["sim", "mutants", "no_such_bug"]) == 2
+    assert "no_lease_check" in capsys.readouterr().err
+
+
+def test_sim_shows_what_the_seeds_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    """One row for each state; exit status 1 when a cell was reached less often than asked."""
+    assert cli.run(["sim", "coverage", "--seeds", "0:4", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {row["state"] for row in shown["cells"]} >= {"reserving", "handing_off", "delivering"}
+    assert cli.run(["sim", "coverage", "--seeds", "0:4", "--at-least", "1000"]) == 1
+    assert "reached only" in capsys.readouterr().out
+
+
+def test_sim_traces_one_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line for each event."""
+    assert cli.run(["sim", "trace", "0"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 200
