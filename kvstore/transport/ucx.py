@@ -331,6 +331,10 @@ class UcxTransport(Transport):
         for link in self._links.values():
             self._fail_waiters(link, PeerLost("the transport ended"))
         self._device.close()
+        # What UCX has let go of is settled; requests that are kept would keep UCX's workers, as long as this object.
+        self._book.collect(time.monotonic())
+        for book in (self._links, self._held, self._mailboxes):
+            book.clear()
 
     # --- the transport's thread: transfers --------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from pairs import Pair
 from sides import digest_of
 
 from kvstore.errors import PeerLost
+from kvstore.transport.base import BlockReceive
 from kvstore.transport.pieces import PIECE_BYTES
 from kvstore.transport.ucx import UcxTransport
 
@@ -243,3 +244,29 @@ def listening_sockets() -> Iterator[Callable[[], set[int]]]:
 
     at_start = now()
     yield lambda: now() - at_start
+
+
+@pytest.mark.parametrize("end", ["closed", "killed", "stopped"])
+def test_a_transport_that_closes_gives_its_descriptors_back(ucx_pair: Pair, end: str) -> None:
+    """Whatever has become of the peer: nothing stays open in this process, though transfers have not ended.
+
+    Over TCP, UCX gives back what belongs to a peer that is stopped, or to a receive from one that lives, only with
+    the process: ucxx has no call for either.
+    """
+    same_host = ucx_pair.same_host
+    if end == "stopped" and not same_host:
+        end = "killed"
+    count = psutil.Process().num_fds
+    num_before = count()
+    with closing(UcxTransport()) as other:
+        asked = ucx_pair.far.start("connect", "other", other.address(), same_host)
+        other.connect(ucx_pair.far_name, ucx_pair.far_address, same_host=same_host, deadline_s=10)
+        assert asked() == "ok" and count() > num_before
+        if same_host or end == "killed":
+            buffer = memoryview(bytearray(LARGE_BYTES))
+            other.receive(ucx_pair.far_name, [BlockReceive(77, buffer, None)], deadline_s=20)
+        if end == "stopped":
+            ucx_pair.stop_far()
+        elif end == "killed":
+            ucx_pair.kill_far()
+    assert until(lambda: count() <= num_before), (count(), num_before)
