@@ -477,7 +477,9 @@ class PrefillSide:
         ]
         if blocks:
             tenant = tenant_of(job.request.spec.tenant_salt)
-            self.counters["stored_blocks"] += (await self._store.put_blocks(blocks, tenant=tenant)).stored
+            parent = job.hashes[fresh.start - 1] if fresh.start else None
+            stored = await self._store.put_blocks(blocks, tenant=tenant, parent=parent)
+            self.counters["stored_blocks"] += stored.stored
 
     def _release(self, job: Job) -> None:
         """Frees the blocks; when a push did not come to its end, its reader keeps them fenced until it is dead."""

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from kvstore.core.counters import Counters
 from kvstore.core.ids import BlockHash
 
 MAX_NODES = 1024
@@ -66,7 +67,7 @@ class Heard(Enum):
 
 
 @dataclass(slots=True)
-class DirectoryCounters:
+class DirectoryCounters(Counters):
     """What happened since the directory was made; each only grows."""
 
     joins: int = 0
@@ -77,10 +78,6 @@ class DirectoryCounters:
     expired_nodes: int = 0
     refused_blocks: int = 0
     """Blocks that were not indexed because ``max_blocks`` are."""
-
-    def to_dict(self) -> dict[str, int]:
-        """Returns name -> count."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 @dataclass(slots=True)
@@ -213,10 +210,6 @@ class Directory:
             self._kill_places(self._nodes.pop(name))
         self.counters.expired_nodes += len(late)
         return late
-
-    def next_deadline_ns(self) -> int | None:
-        """Returns when ``expire`` may have something to do next, or None."""
-        return min((node.deadline_ns for node in self._nodes.values()), default=None)
 
     def sweep(self, max_blocks: int) -> bool:
         """Takes at most so many entries of dead places out. True: there are more."""

@@ -4,7 +4,7 @@ Owns the truth about the slots of one disk file, as the running node knows it; t
 to the next node (``kvstore.store.disk.layout``). It never sees bytes or files: the driver writes, then commits here;
 it reads under a pin, then unpins.
 
-    FREE -> reserve -> WRITING -> commit -> USED -> evicted by a reserve, drop -> FREE
+    FREE -> reserve -> WRITING -> commit -> USED -> evicted by a reserve or for room -> FREE
                                -> abort -> FREE
                                             USED -> quarantine -> QUARANTINED -> release_quarantined -> FREE
 
@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
-from enum import Enum
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
+from kvstore.core.counters import Counters
 from kvstore.core.eviction import EvictionPolicy
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 from kvstore.core.quota import TenantBook
 from kvstore.core.slab_slots import TenantNumbers
+from kvstore.core.slot_states import SlotCounts, SlotState
 from kvstore.core.slot_table import SlotRecord, SlotTable
 
 DISK_TIER = "disk"
@@ -31,15 +33,6 @@ ORIGIN_BYTES = 16
 NO_ORIGIN = bytes(ORIGIN_BYTES)
 QUOTA_VICTIMS_SEEN_MAX = 4096
 """So many blocks are looked at for one of the tenant's own; others must not pay for a longer search."""
-
-
-class DiskSlotState(Enum):
-    """Where a slot is in its life cycle."""
-
-    FREE = "free"
-    WRITING = "writing"
-    USED = "used"
-    QUARANTINED = "quarantined"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +56,7 @@ class DiskGrant:
 
 
 @dataclass(slots=True)
-class DiskCounters:
+class DiskCounters(Counters):
     """What happened since the index was made; each only grows."""
 
     recovered_blocks: int = 0
@@ -74,22 +67,6 @@ class DiskCounters:
     evicted_blocks: int = 0
     no_room_blocks: int = 0
     damaged_blocks: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """Returns name -> count."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
-
-@dataclass(frozen=True, slots=True)
-class DiskCounts:
-    """``free + used + writing + quarantined == total`` at any time."""
-
-    free: int
-    used: int
-    writing: int
-    quarantined: int
-    total: int
-    pinned: int
 
 
 class DiskIndex:
@@ -121,8 +98,6 @@ class DiskIndex:
         self._writing: dict[BlockHash, DiskGrant] = {}
         self._writing_slots: dict[int, BlockHash] = {}
         self._quarantined: set[int] = set()
-        self._dropped: set[int] = set()
-        """Left the index while they were pinned; free once the last reader is done."""
         self._next_generation = 1
         self.counters = DiskCounters()
         self._recover(recovered)
@@ -186,20 +161,23 @@ class DiskIndex:
         """Returns True while the block is on its way to its slot."""
         return block_hash in self._writing
 
+    def hit(self, run: Sequence[BlockHash]) -> None:
+        """A reader was given these blocks, which follow each other in one prompt; one that is not here is skipped."""
+        slots = [self._used.find(block_hash) for block_hash in run]
+        for idx in range(len(run) - 1, -1, -1):
+            slot = slots[idx]
+            if slot is not None:
+                self._policy.on_hit(slot, run[idx], parent=slots[idx - 1] if idx else None)
+
     def pin(self, slot: int) -> None:
-        """A read of this used slot begins: it is not given to another block before ``unpin``. Counts as a hit."""
-        block_hash = self._used.hash_at(slot)
-        assert block_hash is not None, f"slot {slot} holds no block"
+        """A read of this used slot begins: it is not given to another block before ``unpin``. No hit."""
+        assert self._used.hash_at(slot) is not None, f"slot {slot} holds no block"
         self._pins[slot] += 1
-        self._policy.on_hit(slot, block_hash)
 
     def unpin(self, slot: int) -> None:
         """The read is over."""
         assert self._pins[slot] > 0, f"slot {slot} is not pinned"
         self._pins[slot] -= 1
-        if self._pins[slot] == 0 and slot in self._dropped:
-            self._dropped.discard(slot)
-            self._give_back(slot)
 
     # --- leaving ------------------------------------------------------------------------------------------
 
@@ -212,17 +190,6 @@ class DiskIndex:
         self.counters.damaged_blocks += 1
         return True
 
-    def drop(self, slot: int, generation: int) -> bool:
-        """The block in this life of the slot is not wanted any more. False: that life is over already."""
-        if not self._is_life(slot, generation):
-            return False
-        self._remove(slot)
-        if self._pins[slot]:
-            self._dropped.add(slot)
-        else:
-            self._give_back(slot)
-        return True
-
     def release_quarantined(self) -> tuple[int, ...]:
         """Puts the quarantined slots that nobody reads back into use; returns them."""
         slots = tuple(sorted(slot for slot in self._quarantined if not self._pins[slot]))
@@ -231,18 +198,26 @@ class DiskIndex:
             self._give_back(slot)
         return slots
 
-    def make_room(self, tenant: TenantId, num_bytes: int) -> tuple[int, ...]:
-        """Drops the tenant's own blocks, first victims first, until its quota has so many bytes left. Returns slots."""
-        dropped: list[int] = []
-        while not self._book.has_room(tenant, num_bytes):
-            victim = self._victim(of=self._tenants.find(tenant))
-            if victim is None:
-                break
+    def make_room(self, tenant: TenantId, num_bytes: int, *, keep: Collection[int] = ()) -> tuple[int, ...]:
+        """Drops the tenant's own blocks, first victims first, until its quota has so many bytes left. Returns slots.
+
+        Drops nothing for what cannot be had: when the other tiers leave less than ``num_bytes`` of the quota, only so
+        much is made free. Slots in ``keep`` stay.
+        """
+        left = self._book.left_bytes(tenant)
+        if left is None:
+            return ()
+        wanted = min(num_bytes, left + self._book.used_bytes(tenant, DISK_TIER))
+        num_victims = -(-(wanted - left) // self._block_bytes)
+        if num_victims <= 0:
+            return ()
+        victims = self._victims(of=self._tenants.find(tenant))
+        dropped = tuple(islice((slot for slot in victims if slot not in keep), num_victims))
+        for victim in dropped:
             self._remove(victim)
             self._give_back(victim)
             self.counters.evicted_blocks += 1
-            dropped.append(victim)
-        return tuple(dropped)
+        return dropped
 
     # --- looking ------------------------------------------------------------------------------------------
 
@@ -260,13 +235,13 @@ class DiskIndex:
         """Slots that hold nothing and wait for nothing."""
         return len(self._free)
 
-    def state_of(self, slot: int) -> DiskSlotState:
+    def state_of(self, slot: int) -> SlotState:
         """Returns the state of one slot in [0, num_slots)."""
         if slot in self._writing_slots:
-            return DiskSlotState.WRITING
-        if slot in self._quarantined or slot in self._dropped:
-            return DiskSlotState.QUARANTINED
-        return DiskSlotState.FREE if self._used.hash_at(slot) is None else DiskSlotState.USED
+            return SlotState.WRITING
+        if slot in self._quarantined:
+            return SlotState.QUARANTINED
+        return SlotState.FREE if self._used.hash_at(slot) is None else SlotState.USED
 
     def record_at(self, slot: int) -> SlotRecord | None:
         """Returns what is in one slot, if a committed block is."""
@@ -296,25 +271,24 @@ class DiskIndex:
         """Returns the digest of namespace and fingerprint of the block in a slot."""
         return bytes(self._origins[slot * ORIGIN_BYTES : (slot + 1) * ORIGIN_BYTES])
 
-    def counts(self) -> DiskCounts:
+    def counts(self) -> SlotCounts:
         """Returns how many slots are in which state."""
-        return DiskCounts(
+        return SlotCounts(
             free=len(self._free),
             used=len(self._used),
             writing=len(self._writing),
-            quarantined=len(self._quarantined) + len(self._dropped),
+            quarantined=len(self._quarantined),
             total=self._total,
             pinned=sum(1 for pins in self._pins if pins),
         )
 
     def check_invariants(self) -> None:
         """Raises: AssertionError when the books do not agree with each other."""
-        books = (self._free, self._used.slots(), self._writing_slots, self._quarantined, self._dropped)
+        books = (self._free, self._used.slots(), self._writing_slots, self._quarantined)
         everywhere = sorted(slot for book in books for slot in book)
         assert everywhere == list(range(self._total)), f"slots lost or held twice: {everywhere}"
         assert not any(self._pins[slot] for slot in self._free), "a pinned slot is free"
         assert not any(self._pins[slot] for slot in self._writing_slots), "a pinned slot is written"
-        assert all(self._pins[slot] for slot in self._dropped), "dropped without a reader"
         assert {grant.slot: name for name, grant in self._writing.items()} == self._writing_slots, "writes"
         assert not any(block_hash in self._used for block_hash in self._writing), "visible while it is written"
         assert sorted(self._policy.victims()) == sorted(self._used.slots()), "the policy lost or invented a slot"
@@ -336,7 +310,7 @@ class DiskIndex:
         has_quota = self._book.has_room(tenant, self._block_bytes)
         if has_quota and self._free:
             return self._free.pop()
-        victim = self._victim(of=None if has_quota else self._tenants.find(tenant))
+        victim = next(self._victims(of=None if has_quota else self._tenants.find(tenant)), None)
         if victim is None:
             return None
         self._remove(victim)
@@ -348,13 +322,11 @@ class DiskIndex:
             return None
         return victim
 
-    def _victim(self, *, of: int | None) -> int | None:
-        for num_seen, slot in enumerate(self._policy.victims()):
-            if num_seen >= QUOTA_VICTIMS_SEEN_MAX:
-                return None
+    def _victims(self, *, of: int | None) -> Iterator[int]:
+        """Yields who should leave, within bounds; ``of``: among the blocks of this tenant number."""
+        for slot in islice(self._policy.victims(), QUOTA_VICTIMS_SEEN_MAX):
             if self._pins[slot] == 0 and (of is None or self._tenant[slot] == of):
-                return slot
-        return None
+                yield slot
 
     def _charge(self, slot: int, tenant: TenantId, origin: bytes) -> None:
         assert len(origin) == ORIGIN_BYTES, len(origin)

@@ -76,9 +76,14 @@ class TenantBook:
         if self._totals[tenant] == 0:
             del self._totals[tenant], self._usage[tenant]
 
-    def used_bytes(self, tenant: TenantId) -> int:
-        """Returns the bytes of one tenant over all tiers."""
-        return self._totals.get(tenant, 0)
+    def used_bytes(self, tenant: TenantId, tier: str | None = None) -> int:
+        """Returns the bytes of one tenant, in one tier or over all."""
+        return self._totals.get(tenant, 0) if tier is None else self._usage.get(tenant, {}).get(tier, 0)
+
+    def left_bytes(self, tenant: TenantId) -> int | None:
+        """Returns how much of its quota a tenant does not use, negative when it was lowered; None: it has none."""
+        quota_bytes = self._quotas.get(tenant)
+        return None if quota_bytes is None else quota_bytes - self._totals.get(tenant, 0)
 
     def usage(self) -> dict[TenantId, dict[str, int]]:
         """Returns tenant -> tier -> bytes, of tenants that use something."""

@@ -42,9 +42,8 @@ from kvstore.core.slab_types import (
     ReserveOutcome,
     ReserveStatus,
     SlabCounters,
-    SlabCounts,
-    SlabSlotState,
 )
+from kvstore.core.slot_states import SlotCounts, SlotState
 from kvstore.core.slot_table import SlotRecord, SlotTable
 
 __all__ = [
@@ -58,9 +57,7 @@ __all__ = [
     "ReserveOutcome",
     "ReserveStatus",
     "SlabCounters",
-    "SlabCounts",
     "SlabIndex",
-    "SlabSlotState",
 ]
 
 MAX_READ_LEASES = 1 << 16
@@ -128,44 +125,73 @@ class SlabIndex:
     # --- writing ------------------------------------------------------------------------------------------
 
     def reserve(
-        self, hashes: Sequence[BlockHash], *, writer: HolderId, deadline_ns: int, tenant: TenantId = NOBODY
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        writer: HolderId,
+        deadline_ns: int,
+        tenant: TenantId = NOBODY,
+        parent: BlockHash | None = None,
+        ends_prompt: bool = True,
+        is_put: bool = True,
     ) -> tuple[ReserveOutcome, ...]:
         """Gives the writer one slot per hash that nobody has or writes, evicting where needed.
 
         A tenant at its quota gets a slot only in exchange for one of its own blocks. Returns one outcome per hash,
         in order. A hash named twice is IN_PROGRESS the second time. After the first NO_ROOM or OVER_QUOTA every
         further new hash has the same outcome: a block without its parent could never be matched.
+
+        ``parent``: the block before the first of ``hashes`` in their prompt. ``ends_prompt``: the last of them is the
+        last of the prompt. ``is_put``: the writer has computed these blocks; one that gets no slot counts as visited.
         """
         outcomes: list[ReserveOutcome] = []
+        refused: list[int] = []
         # The blocks of the same request that are here already are kept from being evicted for its own tail.
         own = {slot for slot in map(self._used.find, hashes) if slot is not None}
         refusal: ReserveStatus | None = None
-        parent: int | None = None
+        above = None if parent is None else self._life_of(self._slot_of(parent))
+        if above is not None and self._evicted is None:
+            # With a tier below it may leave for them: a prompt longer than this tier passes through it.
+            own.add(above[0])
         for idx, block_hash in enumerate(hashes):
-            is_tail = idx == len(hashes) - 1
+            is_tail = ends_prompt and idx == len(hashes) - 1
             if block_hash in self._used:
-                parent = self._used.find(block_hash)
+                above = self._life_of(self._used.find(block_hash))
                 outcomes.append(ReserveOutcome(ReserveStatus.PRESENT))
                 continue
             if block_hash in self._writing_hashes:
-                parent = self._writing_hashes[block_hash]
+                above = self._life_of(self._writing_hashes[block_hash])
                 outcomes.append(ReserveOutcome(ReserveStatus.IN_PROGRESS))
                 continue
             taken = refusal or self._take_slot(block_hash, tenant, own, is_tail=is_tail)
             if isinstance(taken, ReserveStatus):
                 refusal = taken
                 self._count_refusal(taken)
+                refused.append(idx)
                 outcomes.append(ReserveOutcome(taken))
                 continue
             slot = taken
             self._slots.generation[slot] += 1
             generation = self._slots.generation[slot]
-            self._writing[slot] = _Write(block_hash, writer, deadline_ns, self._life_of(parent), is_tail)
-            parent = slot
+            self._writing[slot] = _Write(block_hash, writer, deadline_ns, above, is_tail)
+            above = (slot, generation)
             self._writing_hashes[block_hash] = slot
             heappush(self._write_deadlines, (deadline_ns, slot, generation))
             outcomes.append(ReserveOutcome(ReserveStatus.GRANTED, slot, generation))
+        if is_put:
+            self._note_refused(hashes, refused, outcomes, ends_prompt=ends_prompt)
         return tuple(outcomes)
+
+    def _note_refused(
+        self, hashes: Sequence[BlockHash], refused: list[int], outcomes: list[ReserveOutcome], *, ends_prompt: bool
+    ) -> None:
+        """Tells the policy, leaf first, of blocks that were computed in vain."""
+        is_part = self._evicted is not None and any(o.status is ReserveStatus.GRANTED for o in outcomes)
+        if is_part:
+            # With a tier below the writer comes again with the rest, which is visited only once.
+            return
+        for idx in reversed(refused):
+            self._policy.on_refused(hashes[idx], is_tail=ends_prompt and idx == len(hashes) - 1)
 
     def take_evicted(self) -> tuple[EvictedBlock, ...]:
         """Returns what was evicted since the last call; their bytes stand until those who reserved are told."""
@@ -190,11 +216,7 @@ class SlabIndex:
             return False
         self._forget_write(slot)
         self._used.insert(slot, block_hash, digest, generation)
-        # A parent that has left meanwhile is none: its slot may hold a stranger.
-        parent = (
-            write.parent[0] if write.parent is not None and self._life_of(write.parent[0]) == write.parent else None
-        )
-        self._policy.on_insert(slot, block_hash, parent=parent, is_tail=write.is_tail)
+        self._policy.on_insert(slot, block_hash, parent=self._living(write.parent), is_tail=write.is_tail)
         if self._announcer is not None:
             self._announcer.added(HOST_TIER, block_hash)
         self.counters.committed_blocks += 1
@@ -229,10 +251,20 @@ class SlabIndex:
 
     # --- reading ------------------------------------------------------------------------------------------
 
-    def match(self, hashes: Sequence[BlockHash], *, reader: HolderId, now_ns: int, deadline_ns: int) -> MatchResult:
+    def match(
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        reader: HolderId,
+        now_ns: int,
+        deadline_ns: int,
+        ends_prompt: bool = True,
+        counts_misses: bool = True,
+    ) -> MatchResult:
         """Finds the longest prefix of ``hashes`` that is committed without a gap and pins it until ``deadline_ns``.
 
-        Too many standing leases make it a miss.
+        Too many standing leases make it a miss. ``ends_prompt``: the last of ``hashes`` is the last of the prompt.
+        ``counts_misses`` False: the reader counts them itself (``missed``), because it asks part by part.
         """
         slots: list[int] = []
         for block_hash in hashes:
@@ -244,29 +276,31 @@ class SlabIndex:
             self.counters.refused_leases += 1
             slots.clear()
         self.counters.hit_blocks += len(slots)
-        self.counters.missed_blocks += len(hashes) - len(slots)
+        if counts_misses:
+            self.counters.missed_blocks += len(hashes) - len(slots)
         if not slots:
             return NO_MATCH
         for idx in range(len(slots) - 1, -1, -1):
             slot = slots[idx]
             self._slots.pins[slot] += 1
             parent = slots[idx - 1] if idx else None
-            self._policy.on_hit(slot, hashes[idx], parent=parent, is_tail=idx == len(hashes) - 1)
+            is_tail = ends_prompt and idx == len(hashes) - 1
+            self._policy.on_hit(slot, hashes[idx], parent=parent, is_tail=is_tail)
         lease_id = LeaseId(self._next_lease_id)
         self._next_lease_id += 1
         self._leases[lease_id] = ReadLease(lease_id, reader, now_ns, deadline_ns, tuple(slots))
         heappush(self._lease_deadlines, (deadline_ns, lease_id))
         return MatchResult(lease_id, tuple(self._leased_block(slot) for slot in slots))
 
-    def touch(self, block_hash: BlockHash, *, slot: int, generation: int) -> bool:
+    def touch(self, block_hash: BlockHash, *, slot: int, generation: int, is_tail: bool = False) -> bool:
         """A reader copied this block without asking, a while ago: it counts as a hit. False: it has left since.
 
-        The caller touches the blocks of one prefix leaf first.
+        The caller touches the blocks of one prefix leaf first. ``is_tail``: it is the last one of its prompt.
         """
         if self._slots.generation[slot] != generation or self._used.hash_at(slot) != block_hash:
             return False
         self.counters.hit_blocks += 1
-        self._policy.on_hit(slot, block_hash)
+        self._policy.on_hit(slot, block_hash, is_tail=is_tail)
         return True
 
     def missed(self, num_blocks: int) -> None:
@@ -339,13 +373,22 @@ class SlabIndex:
         """Returns True when the block is committed. Pins nothing and is no hit."""
         return block_hash in self._used
 
-    def state_of(self, slot: int) -> SlabSlotState:
+    def is_known(self, block_hash: BlockHash) -> bool:
+        """Returns True when a reservation would give no slot for this block: it is here, or being written."""
+        return block_hash in self._used or block_hash in self._writing_hashes
+
+    def state_of(self, slot: int) -> SlotState:
         """Returns the state of one slot in [0, total)."""
         if slot in self._writing:
-            return SlabSlotState.WRITING
+            return SlotState.WRITING
         if slot in self._abandoned or slot in self._condemned:
-            return SlabSlotState.QUARANTINED
-        return SlabSlotState.FREE if self._used.hash_at(slot) is None else SlabSlotState.USED
+            return SlotState.QUARANTINED
+        return SlotState.FREE if self._used.hash_at(slot) is None else SlotState.USED
+
+    @property
+    def num_leases(self) -> int:
+        """Standing read leases."""
+        return len(self._leases)
 
     def leases(self) -> tuple[ReadLease, ...]:
         """Returns the standing read leases, oldest first."""
@@ -363,17 +406,16 @@ class SlabIndex:
         """Returns True while a slot waits for this writer's commit, abort or death."""
         return any(w.writer == writer for book in (self._writing, self._abandoned) for w in book.values())
 
-    def counts(self) -> SlabCounts:
+    def counts(self) -> SlotCounts:
         """Returns how many slots are in which state. O(slots of standing leases)."""
         pinned = {slot for lease in self._leases.values() for slot in lease.slots}
-        return SlabCounts(
+        return SlotCounts(
             free=len(self._slots.free),
             used=len(self._used),
             writing=len(self._writing),
             quarantined=len(self._abandoned) + len(self._condemned),
             total=self._total,
             pinned=len(pinned),
-            leases=len(self._leases),
         )
 
     def audit(self, slots: range) -> list[str]:
@@ -390,7 +432,7 @@ class SlabIndex:
         for slot in range(slots.start, min(slots.stop, self._total)):
             if pins[slot] != self._slots.pins[slot]:
                 findings.append(f"slot {slot} has {self._slots.pins[slot]} pins, its leases {pins[slot]}")
-            if self.state_of(slot) is SlabSlotState.USED:
+            if self.state_of(slot) is SlotState.USED:
                 record = self._used.read(slot)
                 if record is None or self._used.find(record.block_hash) != slot:
                     findings.append(f"slot {slot} is used but its record or bucket is damaged")
@@ -459,6 +501,17 @@ class SlabIndex:
             if pins[slot] == 0 and slot not in keep and (of is None or tenants[slot] == of):
                 return slot
         return None
+
+    def _slot_of(self, block_hash: BlockHash) -> int | None:
+        """Returns where a block is or is being written."""
+        slot = self._used.find(block_hash)
+        return self._writing_hashes.get(block_hash) if slot is None else slot
+
+    def _living(self, life: tuple[int, int] | None) -> int | None:
+        """Returns the slot of a block that was here or being written, unless it has left: a stranger may be there."""
+        if life is None or self._slots.generation[life[0]] != life[1]:
+            return None
+        return life[0] if life[0] in self._writing or self._used.hash_at(life[0]) is not None else None
 
     def _life_of(self, slot: int | None) -> tuple[int, int] | None:
         return None if slot is None else (slot, self._slots.generation[slot])

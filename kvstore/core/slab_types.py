@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
+from kvstore.core.counters import Counters
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 
 HolderId = NewType("HolderId", str)
@@ -13,15 +14,6 @@ HolderId = NewType("HolderId", str)
 
 LeaseId = NewType("LeaseId", int)
 """A read lease; never reused in the life of an index."""
-
-
-class SlabSlotState(Enum):
-    """Where a slot is in its life cycle."""
-
-    FREE = "free"
-    WRITING = "writing"
-    USED = "used"
-    QUARANTINED = "quarantined"
 
 
 class ReserveStatus(Enum):
@@ -86,7 +78,7 @@ class ReadLease:
 
 
 @dataclass(slots=True)
-class SlabCounters:
+class SlabCounters(Counters):
     """What happened since the index was made; each only grows."""
 
     hit_blocks: int = 0
@@ -103,20 +95,3 @@ class SlabCounters:
     expired_write_blocks: int = 0
     expired_leases: int = 0
     refused_leases: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """Returns name -> count."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
-
-@dataclass(frozen=True, slots=True)
-class SlabCounts:
-    """``free + used + writing + quarantined == total`` at any time; ``pinned`` is a part of used or quarantined."""
-
-    free: int
-    used: int
-    writing: int
-    quarantined: int
-    total: int
-    pinned: int
-    leases: int

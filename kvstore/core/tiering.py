@@ -7,7 +7,8 @@ moves nothing itself. The tier above tells it every visit, and asks before each 
 * ``write_early`` right after a commit in the upper tier: copy it down now, so that less is lost when the upper tier
   dies with its process? Only while the lower tier has room to spare: such a copy must push nothing out.
 * ``demote`` when the upper tier evicts a block: copy it down, or let it go?
-* ``promote`` when a reader found a block in the lower tier only: keep it above afterwards?
+
+A reader's block of the lower tier always gets a slot above. What became of a verdict to write is told by ``wrote``.
 
 The rule for writes: a free slot costs nothing but the write, so it is used; once the lower tier is full, a block
 must have been asked for at least ``min_visits_when_full`` times to replace another one. Most blocks are asked for
@@ -19,9 +20,10 @@ The lower copy stays after a promotion: a block that comes down again then costs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 
+from kvstore.core.counters import Counters
 from kvstore.core.ids import BlockHash
 from kvstore.core.visits import VisitTable
 
@@ -45,15 +47,6 @@ class Demotion(Enum):
     """The lower tier takes no writes (switched off, read-only, or it has no slots)."""
     LATER = "later"
     """``write_early`` only: not now; ask again when it is evicted."""
-
-
-class Promotion(Enum):
-    """What to do with a block that was found in the lower tier."""
-
-    KEEP = "keep"
-    """Give it a slot above and leave it there."""
-    PASS = "pass"
-    """Hand it to the reader without displacing anything above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +77,8 @@ class LowerTier:
 
 
 @dataclass(slots=True)
-class EdgeCounters:
-    """Verdicts since the edge was made; each only grows."""
+class EdgeCounters(Counters):
+    """Verdicts since the edge was made, and writes the lower tier took; each only grows."""
 
     written: int = 0
     written_early: int = 0
@@ -93,12 +86,8 @@ class EdgeCounters:
     dropped_one_hit: int = 0
     dropped_busy: int = 0
     dropped_off: int = 0
-    promoted: int = 0
-    passed: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """Returns name -> count."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+    not_taken: int = 0
+    """Writes that the lower tier had no buffer or no slot for."""
 
 
 class TierEdge:
@@ -133,7 +122,6 @@ class TierEdge:
         is_idle = lower.pending_writes < self._limits.max_pending_writes / 2
         if not (lower.accepts_writes and has_room and is_idle):
             return Demotion.LATER
-        self.counters.written_early += 1
         return Demotion.WRITE
 
     def demote(self, block_hash: BlockHash, *, lower: LowerTier, is_below: bool) -> Demotion:
@@ -144,7 +132,7 @@ class TierEdge:
         verdict = self._demotion(block_hash, lower, is_below)
         match verdict:
             case Demotion.WRITE:
-                self.counters.written += 1
+                pass
             case Demotion.KEPT_BELOW:
                 self.counters.kept_below += 1
             case Demotion.DROP_ONE_HIT:
@@ -155,17 +143,14 @@ class TierEdge:
                 self.counters.dropped_off += 1
         return verdict
 
-    def promote(self, block_hash: BlockHash, *, upper_free: int, upper_admits: bool) -> Promotion:
-        """A reader found the block below. ``upper_admits``: what the upper tier's eviction policy says of it.
-
-        A free slot above is always used. Otherwise the upper tier's own policy decides, because it knows what would
-        have to leave.
-        """
-        if upper_free > 0 or upper_admits:
-            self.counters.promoted += 1
-            return Promotion.KEEP
-        self.counters.passed += 1
-        return Promotion.PASS
+    def wrote(self, *, is_taken: bool, is_early: bool) -> None:
+        """The lower tier took the block that WRITE was said of, or had no room for it."""
+        if not is_taken:
+            self.counters.not_taken += 1
+        elif is_early:
+            self.counters.written_early += 1
+        else:
+            self.counters.written += 1
 
     def _demotion(self, block_hash: BlockHash, lower: LowerTier, is_below: bool) -> Demotion:
         if is_below:

@@ -13,11 +13,12 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from kvstore.core.counters import Counters
 from kvstore.core.identity import Fingerprint
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 from kvstore.core.quota import NOBODY
@@ -112,7 +113,7 @@ class LoadResult:
 
 
 @dataclass(slots=True)
-class ClientCounters:
+class ClientCounters(Counters):
     """What happened since the client was made; each only grows."""
 
     loaded_blocks: int = 0
@@ -125,10 +126,6 @@ class ClientCounters:
     """Loaded blocks that came up from the disk."""
     connections: int = 0
     losses: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """Returns name -> count."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 class StoreClient:
@@ -246,7 +243,8 @@ class StoreClient:
         end_ns = self._clock_ns() + int(deadline_s * 1e9)
         result = await self._load_here(session, hashes, into, end_ns=end_ns)
         if session.num_others and result.stopped_by in ("end", "evicted") and result.num_loaded < len(hashes):
-            return await self._load_from_others(session, hashes, into, result, end_ns=end_ns, tenant=tenant)
+            result = await self._load_from_others(session, hashes, into, result, end_ns=end_ns, tenant=tenant)
+        session.missed(len(hashes) - result.num_loaded)
         return result
 
     async def _load_here(
@@ -259,10 +257,8 @@ class StoreClient:
         try:
             stopped_by = await self._copy_prefix(session, hashes[:num_matched], into, copied, end_ns=end_ns)
         finally:
-            is_rest_below = self._has_lower_tier and stopped_by in ("end", "evicted") and len(copied) < len(hashes)
-            # The node counts what is asked of it by itself.
-            session.touched(copied, num_missed=0 if is_rest_below else len(hashes) - len(copied))
-        if is_rest_below:
+            session.touched(copied, ends_prompt=len(copied) == len(hashes))
+        if self._has_lower_tier and stopped_by in ("end", "evicted") and len(copied) < len(hashes):
             return await self._load_rest(session, hashes, into, start=len(copied), end_ns=end_ns)
         return LoadResult(len(copied), num_matched, stopped_by)
 
@@ -304,8 +300,9 @@ class StoreClient:
             return here
         ask_ms = min(FETCH_MS_MAX, max(1, int(deadline_s * 1000)))
         wanted = tuple(hashes[start : start + MAX_HASHES_PER_MESSAGE])
+        is_all = start + len(wanted) == len(hashes)
         await session.call(
-            lambda n: FetchMissing(n=n, hashes=wanted, deadline_ms=ask_ms, tenant=tenant),
+            lambda n: FetchMissing(n=n, hashes=wanted, deadline_ms=ask_ms, ends_prompt=is_all, tenant=tenant),
             MissingFetched,
             deadline_s=deadline_s + FETCH_MARGIN_S,
         )
@@ -314,7 +311,7 @@ class StoreClient:
         try:
             stop = await self._copy_prefix(session, rest, lambda n: into(start + n), copied, end_ns=end_ns)
         finally:
-            session.touched(copied, num_missed=0)
+            session.touched(copied, ends_prompt=start + len(copied) == len(hashes))
         num_loaded = start + len(copied)
         return LoadResult(num_loaded, start + len(rest), stop, here.num_from_disk, len(copied))
 
@@ -326,7 +323,10 @@ class StoreClient:
         def ask(position: int) -> asyncio.Task[LeasedPrefix | None]:
             window = hashes[position : position + BRING_UP_BLOCKS]
             left_s = max(0.001, (end_ns - self._clock_ns()) / 1e9)
-            return asyncio.ensure_future(session.bring_up(window, lease_ms=self._lease_ms, deadline_s=left_s))
+            ends_prompt = position + len(window) == len(hashes)
+            return asyncio.ensure_future(
+                session.bring_up(window, lease_ms=self._lease_ms, deadline_s=left_s, ends_prompt=ends_prompt)
+            )
 
         position, num_from_disk = start, 0
         stop: LoadStop | None = None
@@ -430,24 +430,30 @@ class StoreClient:
         return session.reader.exist(hashes)
 
     async def put_blocks(
-        self, blocks: Sequence[PutBlock | tuple[BlockHash, Any]], *, tenant: TenantId = NOBODY
+        self,
+        blocks: Sequence[PutBlock | tuple[BlockHash, Any]],
+        *,
+        tenant: TenantId = NOBODY,
+        parent: BlockHash | None = None,
     ) -> PutResult:
         """Reserves slots, copies and commits, parents before leaves. The views must not change meanwhile.
 
-        ``tenant``: whom the blocks are charged to, see ``kvstore.core.quota.tenant_of``.
+        ``tenant``: whom the blocks are charged to, see ``kvstore.core.quota.tenant_of``. ``parent``: the block before
+        the first of ``blocks`` in their prompt, of which they are the end.
         """
         items = [PutBlock(*block) for block in blocks]
-        result = await self._put_once(items, tenant)
+        result = await self._put_once(items, tenant, parent)
         # With a tier below, a prompt larger than the slab passes through it: what is stored leaves for the next part.
         while self._has_lower_tier and result.no_room and result.stored:
-            part = await self._put_once(items[-result.no_room :], tenant)
+            start = len(items) - result.no_room
+            part = await self._put_once(items[start:], tenant, items[start - 1].block_hash if start else parent)
             if not part.stored:
                 break
             result = _added(result, part)
         return result
 
-    async def _put_once(self, items: Sequence[PutBlock], tenant: TenantId) -> PutResult:
-        reservation = await self.reserve([item.block_hash for item in items], tenant=tenant) if items else None
+    async def _put_once(self, items: Sequence[PutBlock], tenant: TenantId, parent: BlockHash | None) -> PutResult:
+        reservation = await self.reserve([item.block_hash for item in items], tenant=tenant, parent=parent)
         if reservation is None:
             return PutResult(lost=len(items))
         with reservation:
@@ -479,14 +485,23 @@ class StoreClient:
         return await session.match(hashes, lease_ms=lease_ms or self._lease_ms, deadline_s=self._call_deadline_s)
 
     async def reserve(
-        self, hashes: Sequence[BlockHash], *, lease_ms: int | None = None, tenant: TenantId = NOBODY
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_ms: int | None = None,
+        tenant: TenantId = NOBODY,
+        parent: BlockHash | None = None,
     ) -> WriteReservation | None:
         """Takes writable slots; None when the store is lost. The caller commits or aborts what it gets, always."""
         session = self._usable_session()
         if session is None or not hashes:
             return None
         reservation = await session.reserve(
-            hashes, lease_ms=lease_ms or self._lease_ms, deadline_s=self._call_deadline_s, tenant=tenant
+            hashes,
+            lease_ms=lease_ms or self._lease_ms,
+            deadline_s=self._call_deadline_s,
+            tenant=tenant,
+            parent=parent,
         )
         if reservation is not None:
             self._reservations.add(reservation)

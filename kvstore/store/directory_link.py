@@ -65,6 +65,7 @@ class DirectoryLink:
         self._blocks = blocks
         self._on_others = on_others
         self._renew_s = DEFAULT_RENEW_S
+        self._backoff_s = BACKOFF_S_MIN
         self._address: tuple[str, int] | None = None
         self._address_changed = asyncio.Event()
         self._mine = ("", 0)
@@ -128,7 +129,6 @@ class DirectoryLink:
     # --- inside -------------------------------------------------------------------------------------------
 
     async def _keep_connected(self) -> None:
-        backoff_s = BACKOFF_S_MIN
         while True:
             if self._address is None:
                 await self._address_changed.wait()
@@ -142,16 +142,15 @@ class DirectoryLink:
                     decode=FromDirectory,
                     deadline_s=CONNECT_DEADLINE_S,
                 )
-                backoff_s = BACKOFF_S_MIN
                 await self._serve(self._channel)
             except (KopirError, OSError) as error:
                 logger.info("directory_lost host=%s port=%d error=%s", *self._address, error)
             finally:
                 self._connection_ended()
             with suppress(TimeoutError):
-                async with asyncio.timeout(backoff_s):
+                async with asyncio.timeout(self._backoff_s):
                     await self._address_changed.wait()
-            backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
+            self._backoff_s = min(2 * self._backoff_s, BACKOFF_S_MAX)
 
     async def _serve(self, channel: Channel) -> None:
         """Announces and reads until the connection ends. Raises: KopirError at its end."""
@@ -182,11 +181,11 @@ class DirectoryLink:
         elif told.heard == "refused":
             logger.error("directory_refused node=%s incarnation=%s", self._me.peer_id, self._me.incarnation)
             channel.abort()
-        elif told.heard == "resync":
-            self._announcer.needs_snapshot = True
-            self._has_joined = True
         else:
+            self._announcer.needs_snapshot |= told.heard == "resync"
             self._has_joined = True
+            # Only now: a node that is refused must not dial without pause.
+            self._backoff_s = BACKOFF_S_MIN
         self.poke()
 
     async def _tell(self, channel: Channel) -> None:

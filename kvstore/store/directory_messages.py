@@ -2,9 +2,8 @@
 
 Who speaks is known from the channel's handshake: the peer's id is the node's name, its incarnation the life.
 
-    node -> directory   JoinDirectory, Announce, AnnounceAll, Renew, Leave, Locate, DirectoryStatAsk
-    directory -> node   Told (after JoinDirectory and Renew, and whenever something is to be done), Located,
-                        DirectoryStat
+    node -> directory   JoinDirectory, Announce, AnnounceAll, Renew, Leave, Locate
+    directory -> node   Told (after JoinDirectory and Renew, and whenever something is to be done), Located
 """
 
 from __future__ import annotations
@@ -81,19 +80,13 @@ class Locate(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     prefixes: Annotated[tuple[Prefix, ...], Meta(max_length=MAX_PREFIXES)]
 
 
-class DirectoryStatAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
-    """Asks for ``DirectoryStat``."""
-
-    n: Count
-
-
 # --- directory -> node --------------------------------------------------------------------------------------
 
 
 class Told(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """What the directory made of the latest message, see ``kvstore.core.directory.Heard``; who is there besides."""
 
-    heard: Literal["ok", "resync", "waiting", "unknown", "refused"]
+    heard: Literal["ok", "resync", "unknown", "refused"]
     num_others: Count
     lease_ms: Annotated[int, Meta(ge=1)]
     """A node that is not heard of for so long is taken for dead."""
@@ -127,18 +120,8 @@ class Located(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     prefixes: Annotated[tuple[Runs, ...], Meta(max_length=MAX_PREFIXES)]
 
 
-class DirectoryStat(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
-    """What the directory knows. ``nodes``: name -> tier -> blocks."""
-
-    n: Count
-    incarnation: str
-    blocks: int
-    nodes: dict[str, dict[str, int]]
-    counters: dict[str, int]
-
-
-ToDirectory = JoinDirectory | Announce | AnnounceAll | Renew | Leave | Locate | DirectoryStatAsk
+ToDirectory = JoinDirectory | Announce | AnnounceAll | Renew | Leave | Locate
 """What a directory accepts."""
 
-FromDirectory = Told | Located | DirectoryStat
+FromDirectory = Told | Located
 """What a node accepts from the directory."""

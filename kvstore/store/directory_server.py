@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-import msgspec
-
 from kvstore.core.directory import Directory, Heard, Place, TierChange
 from kvstore.core.ids import BlockHash
 from kvstore.errors import KopirError
@@ -27,8 +25,6 @@ from kvstore.net.host import boottime_ns, host_identity
 from kvstore.store.directory_messages import (
     Announce,
     AnnounceAll,
-    DirectoryStat,
-    DirectoryStatAsk,
     JoinDirectory,
     Leave,
     Locate,
@@ -87,19 +83,18 @@ class DirectoryServer:
             self._timer = None
         await self._server.close()
 
-    def stat(self, n: int = 0) -> DirectoryStat:
-        """Returns counts and counters; ``n`` is the call number to repeat."""
-        return DirectoryStat(
-            n=n,
-            incarnation=self._me.incarnation,
-            blocks=len(self._directory),
-            nodes={name: self._directory.num_blocks_of(name) for name in self._directory.nodes()},
-            counters={
+    def stat(self) -> dict[str, Any]:
+        """Returns what the directory knows; ``nodes``: name -> tier -> blocks."""
+        return {
+            "incarnation": self._me.incarnation,
+            "blocks": len(self._directory),
+            "nodes": {name: self._directory.num_blocks_of(name) for name in self._directory.nodes()},
+            "counters": {
                 **self._directory.counters.to_dict(),
                 "rejected_connections": self._server.rejected,
                 "connections": self._num_connections,
             },
-        )
+        }
 
     # --- inside -------------------------------------------------------------------------------------------
 
@@ -117,7 +112,7 @@ class DirectoryServer:
         finally:
             self._num_connections -= 1
 
-    def _handle(self, peer: PeerInfo, message: ToDirectory) -> Told | Located | DirectoryStat | None:
+    def _handle(self, peer: PeerInfo, message: ToDirectory) -> Told | Located | None:
         """Carries one message out; returns its answer, if it has one."""
         node, life, now_ns = peer.peer_id, peer.incarnation, self._clock_ns()
         directory = self._directory
@@ -146,11 +141,11 @@ class DirectoryServer:
                 self._forget_addresses()
             case Locate():
                 return self._locate(node, message)
-            case DirectoryStatAsk():
-                return self.stat(message.n)
         return None
 
     def _told(self, node: str, heard: Heard) -> Told:
+        # A node that owes a snapshot has been told so, and is told again when it renews.
+        assert heard is not Heard.WAITING, node
         nodes = self._directory.nodes()
         return Told(heard=heard.value, num_others=len(nodes) - (node in nodes), lease_ms=self._lease_ms)
 
@@ -212,11 +207,10 @@ class DirectoryHost:
             raise
 
     def status(self) -> dict[str, Any]:
-        """Returns the fields of ``DirectoryStat``; empty once closed."""
+        """Returns what ``DirectoryServer.stat`` does; empty once closed."""
         if self._stopped.is_set():
             return {}
-        stat = asyncio.run_coroutine_threadsafe(self._stat(), self._loop).result(CLOSE_DEADLINE_S)
-        return {name: value for name, value in msgspec.structs.asdict(stat).items() if name != "n"}
+        return asyncio.run_coroutine_threadsafe(self._stat(), self._loop).result(CLOSE_DEADLINE_S)
 
     def wait_until_stopped(self) -> str:
         """Blocks until ``close``; returns why the directory ended."""
@@ -235,7 +229,7 @@ class DirectoryHost:
             self._loop.close()
         self._stopped.set()
 
-    async def _stat(self) -> DirectoryStat:
+    async def _stat(self) -> dict[str, Any]:
         return self._server.stat()
 
 

@@ -20,6 +20,7 @@ from kvstore.core.slab_types import EvictedBlock
 from kvstore.core.slot_origins import SlotOrigins
 from kvstore.core.tiering import Demotion, EdgeLimits, TierEdge
 from kvstore.store.disk.tier import BlockToWrite, DiskTier
+from kvstore.store.reserving import SlotReserver
 from kvstore.store.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -45,10 +46,12 @@ class LowerEdge:
         *,
         loop: asyncio.AbstractEventLoop,
         clock_ns: Callable[[], int],
+        reserver: SlotReserver,
         origins: SlotOrigins | None = None,
     ) -> None:
         """``index`` is made with ``tier_below``: it keeps what it evicts until ``take_evicted``.
 
+        ``reserver`` gives out the slots of the same index, and tells this edge.
         ``origins``: of the slab's slots, shared with who else notes or reads them.
         """
         self._slab = slab
@@ -56,6 +59,8 @@ class LowerEdge:
         self.disk = disk
         self._loop = loop
         self._clock_ns = clock_ns
+        self._reserver = reserver
+        reserver.below = self
         limits = EdgeLimits(max_pending_writes=disk.max_pending_writes)
         self._policy = TierEdge(slab.num_blocks, disk.index.num_slots, limits=limits)
         self._coming: dict[BlockHash, asyncio.Task[None]] = {}
@@ -90,7 +95,8 @@ class LowerEdge:
         is_below = self.disk.holds(block_hash)
         verdict = self._policy.write_early(block_hash, lower=self.disk.lower(), is_below=is_below)
         if verdict is Demotion.WRITE:
-            self._offer(block_hash, slot, digest, tenant)
+            # What is not taken now is offered again when it is evicted.
+            self._policy.wrote(is_taken=self._offer(block_hash, slot, digest, tenant), is_early=True)
         return verdict is not Demotion.LATER
 
     def _write_later(self) -> None:
@@ -110,29 +116,31 @@ class LowerEdge:
         for block in self._index.take_evicted():
             self._evicted(block)
 
-    def make_room(self, tenant: TenantId, num_blocks: int) -> None:
-        """Drops the oldest blocks of a tenant at its quota from the disk, so that new ones find room above."""
-        self.disk.make_room(tenant, num_blocks * self._slab.block_bytes)
+    def make_room(self, tenant: TenantId, num_blocks: int, *, keep: Sequence[BlockHash] = ()) -> None:
+        """Drops the oldest blocks of a tenant at its quota, but none of ``keep``, so that others find room above."""
+        self.disk.make_room(tenant, num_blocks * self._slab.block_bytes, keep=keep)
 
     def _evicted(self, block: EvictedBlock) -> None:
         self._from_disk.discard(block.slot)
         self._later.pop(block.block_hash, None)
         is_below = self.disk.holds(block.block_hash)
         if self._policy.demote(block.block_hash, lower=self.disk.lower(), is_below=is_below) is Demotion.WRITE:
-            self._offer(block.block_hash, block.slot, block.digest, block.tenant)
+            is_taken = self._offer(block.block_hash, block.slot, block.digest, block.tenant)
+            self._policy.wrote(is_taken=is_taken, is_early=False)
 
-    def _offer(self, block_hash: BlockHash, slot: int, digest: BlockDigest, tenant: TenantId) -> None:
-        self.disk.offer(BlockToWrite(block_hash, digest, tenant, self._origins.of(slot)), self._slab.slot(slot))
+    def _offer(self, block_hash: BlockHash, slot: int, digest: BlockDigest, tenant: TenantId) -> bool:
+        return self.disk.offer(BlockToWrite(block_hash, digest, tenant, self._origins.of(slot)), self._slab.slot(slot))
 
     # --- up -----------------------------------------------------------------------------------------------
 
-    async def bring_up(self, hashes: Sequence[BlockHash], *, timeout_s: float) -> None:
+    async def bring_up(self, hashes: Sequence[BlockHash], *, timeout_s: float, ends_prompt: bool = True) -> None:
         """Brings the blocks of a prefix that are only on the disk into the slab, as far as time and room go.
 
+        ``ends_prompt``: the last of ``hashes`` is the last of its prompt.
         Returns when all are there or ``timeout_s`` is over; what is still under way then arrives later.
         """
         prefix = self._known_prefix(hashes[:BRING_UP_BLOCKS_MAX])
-        self._reserve(prefix)
+        self._reserve(prefix, ends_prompt=ends_prompt and len(prefix) == len(hashes))
         waiting = [task for block_hash in prefix if (task := self._coming.get(block_hash)) is not None]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
@@ -155,7 +163,7 @@ class LowerEdge:
         """Returns True when the block is neither above nor on its way up."""
         return block_hash not in self._index and block_hash not in self._coming
 
-    def _reserve(self, prefix: Sequence[BlockHash]) -> None:
+    def _reserve(self, prefix: Sequence[BlockHash], *, ends_prompt: bool) -> None:
         """Takes slots for the blocks that are only below, and starts their reads.
 
         One run of such blocks after the other: each may push out what comes later in the prefix, never what comes
@@ -169,38 +177,28 @@ class LowerEdge:
             stop = start
             while stop < len(prefix) and self._is_only_below(prefix[stop]):
                 stop += 1
-            if start == stop or not self._reserve_run(prefix[:stop], num_below=stop - start):
+            ends = ends_prompt and stop == len(prefix)
+            if start == stop or not self._reserve_run(prefix[:stop], num_below=stop - start, ends_prompt=ends):
                 return
 
-    def _reserve_run(self, prefix: Sequence[BlockHash], *, num_below: int) -> bool:
+    def _reserve_run(self, prefix: Sequence[BlockHash], *, num_below: int, ends_prompt: bool) -> bool:
         """Takes slots for the last ``num_below`` blocks of ``prefix``. False: there was not room for all of them."""
         record = self.disk.can_read(prefix[-num_below])
         if record is None:
             return False
         # All blocks of a prefix have the same tenant: its salt is in every hash.
         tenant = self.disk.index.tenant_of(record.slot)
-        self._make_room_beside(prefix[-num_below:], tenant)
         deadline_ns = self._clock_ns() + READ_RESERVATION_NS
-        outcomes = self._index.reserve(prefix, writer=HOLDER, deadline_ns=deadline_ns, tenant=tenant)
-        self.take_evicted()
+        self.disk.index.hit(prefix[-num_below:])
+        outcomes = self._reserver.reserve(
+            prefix, writer=HOLDER, deadline_ns=deadline_ns, tenant=tenant, ends_prompt=ends_prompt
+        )
         num_granted = 0
         for block_hash, outcome in zip(prefix, outcomes, strict=True):
             if outcome.status is ReserveStatus.GRANTED:
                 num_granted += 1
-                self._policy.promote(block_hash, upper_free=0, upper_admits=True)
                 self._coming[block_hash] = self._loop.create_task(self._read(block_hash, outcome))
         return num_granted == num_below
-
-    def _make_room_beside(self, hashes: Sequence[BlockHash], tenant: TenantId) -> None:
-        """Makes room above for blocks of the disk, which must not be what leaves for it: the oldest are asked for."""
-        records = [record for record in map(self.disk.can_read, hashes) if record is not None]
-        for record in records:
-            self.disk.index.pin(record.slot)
-        try:
-            self.make_room(tenant, len(hashes))
-        finally:
-            for record in records:
-                self.disk.index.unpin(record.slot)
 
     async def _read(self, block_hash: BlockHash, outcome: ReserveOutcome) -> None:
         slot, generation = outcome.slot, outcome.generation

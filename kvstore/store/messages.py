@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from kvstore.core.ids import BLOCK_DIGEST_BYTES, BLOCK_HASH_BYTES
 
-STORE_VERSION = 3
+STORE_VERSION = 4
 MAX_HASHES_PER_MESSAGE = 1 << 16
 MAX_LEASE_MS = 60_000
 MAX_FINGERPRINT_FIELDS = 64
@@ -125,6 +125,8 @@ class BringUp(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     hashes: Hashes
     lease_ms: LeaseMs
     deadline_ms: LeaseMs
+    ends_prompt: bool
+    """The last of ``hashes`` is the last block of the prompt, not of a part of it."""
 
 
 class ReleaseLease(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -138,8 +140,10 @@ class Touched(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
     blocks: SlotRefs
     """Copied blocks, oldest load first, within a load leaf first."""
+    tails: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_HASHES_PER_MESSAGE)] = ()
+    """Which of ``blocks`` (by their place) are the last ones of their prompts."""
     num_missed: Annotated[int, Meta(ge=0)] = 0
-    """Blocks that were looked for and not there."""
+    """Blocks that were looked for and found in no tier of any node."""
 
 
 class ReserveBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -150,6 +154,8 @@ class ReserveBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     lease_ms: LeaseMs
     tenant: Tenant = ""
     """Whom the blocks are charged to, see ``kvstore.core.quota.tenant_of``."""
+    parent: Hash | None = None
+    """The block before the first one in their prompt; None: the first is the first of the prompt."""
 
 
 class CommitBlocks(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -188,6 +194,7 @@ class FetchMissing(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     n: CallNumber
     hashes: Hashes
     deadline_ms: Annotated[int, Meta(ge=1, le=FETCH_MS_MAX)]
+    ends_prompt: bool
     tenant: Tenant = ""
     """Whom the blocks are charged to here."""
 

@@ -25,7 +25,8 @@ from kvstore.core.disk_slots import NO_ORIGIN
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 from kvstore.core.namespaces import EPOCH_FIELD, Namespaces, differing_texts
 from kvstore.core.quota import TenantBook
-from kvstore.core.slab_index import HOST_TIER, HolderId, LeaseId, MatchResult, SlabCounts, SlabIndex
+from kvstore.core.slab_index import HOST_TIER, HolderId, LeaseId, MatchResult, SlabIndex
+from kvstore.core.slot_states import SlotCounts
 from kvstore.errors import FingerprintMismatch, KopirError, ProtocolError
 from kvstore.net.channel import Channel, ChannelServer
 from kvstore.net.handshake import PeerInfo
@@ -45,6 +46,7 @@ from kvstore.store.messages import (
     AttachRefused,
     BlocksCommitted,
     BlocksReserved,
+    BlocksVerified,
     BringUp,
     BroughtUp,
     CollectGarbage,
@@ -78,6 +80,7 @@ from kvstore.store.messages import (
     WritesEnded,
 )
 from kvstore.store.peer_fetch import MAX_FETCHES, PeerFetch
+from kvstore.store.reserving import SlotReserver
 from kvstore.store.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -144,9 +147,12 @@ class StoreNode:
         self._loop = loop
         self._clock_ns = clock_ns
         self._content = ContentChecks(block_bytes=slab.block_bytes, num_slots=slab.num_blocks)
+        self._reserver = SlotReserver(index, clock_ns=clock_ns, on_reserved=self._arm_timer)
         self._edge = None
         if disk is not None:
-            self._edge = LowerEdge(slab, index, disk, loop=loop, clock_ns=clock_ns, origins=self._content.origins)
+            self._edge = LowerEdge(
+                slab, index, disk, loop=loop, clock_ns=clock_ns, reserver=self._reserver, origins=self._content.origins
+            )
         self._disk_off = disk_off
         self._slow_calls: set[asyncio.Task[None]] = set()
         self._server = ChannelServer(secret=secret, me=me, decode=ToNode, on_channel=self._on_channel)
@@ -164,7 +170,8 @@ class StoreNode:
             me=me,
             secret=secret,
             clock_ns=clock_ns,
-            on_reserved=(lambda: None) if self._edge is None else self._edge.take_evicted,
+            reserver=self._reserver,
+            on_leased=self._arm_timer,
         )
         self._fetches: set[asyncio.Task[None]] = set()
         self._sessions: dict[HolderId, _Session] = {}
@@ -222,7 +229,7 @@ class StoreNode:
             quarantined=counts.quarantined,
             total=counts.total,
             pinned=counts.pinned,
-            leases=counts.leases,
+            leases=self._index.num_leases,
             clients=sum(session.is_open for session in self._sessions.values()),
             counters={
                 **self._index.counters.to_dict(),
@@ -240,7 +247,7 @@ class StoreNode:
             tiers=self._tiers(counts),
         )
 
-    def _tiers(self, counts: SlabCounts) -> tuple[TierStat, ...]:
+    def _tiers(self, counts: SlotCounts) -> tuple[TierStat, ...]:
         host = TierStat(
             name="host",
             blocks=counts.total,
@@ -407,11 +414,15 @@ class StoreNode:
             case Match():
                 return self._match(session, message)
             case BringUp():
-                self._start(session, message.n, self._bring_up(session, message))
+                nothing = BroughtUp(n=message.n, lease_id=None, blocks=())
+                self._start(session, self._bring_up(session, message, nothing), overrun=nothing)
             case ListBlocks():
                 return list_blocks(message, self._index, self._edge)
             case VerifyBlocks():
-                self._start(session, message.n, self._verify(message))
+                unread = BlocksVerified(
+                    n=message.n, num_checked=0, damaged=(), num_skipped=message.num_slots, next_slot=message.start_slot
+                )
+                self._start(session, self._verify(message), overrun=unread)
             case CollectGarbage():
                 return self._collect_garbage(message.n)
             case ReleaseLease():
@@ -439,7 +450,7 @@ class StoreNode:
             case LeasesAsk():
                 return self.leases(message.n)
             case FetchMissing():
-                fetch = self._loop.create_task(self._fetch_missing(session, message))
+                fetch = self._loop.create_task(self._answer_later(session, self._fetch_missing(session, message)))
                 self._fetches.add(fetch)
                 fetch.add_done_callback(self._fetches.discard)
             case Attach() | FetchBlocks():
@@ -455,29 +466,31 @@ class StoreNode:
         found = self._lease(session, hashes, ask.lease_ms)
         return Matched(n=ask.n, lease_id=found.lease_id, blocks=_matched_blocks(found))
 
-    def _lease(self, session: _Session, hashes: list[BlockHash], lease_ms: int) -> MatchResult:
+    def _lease(self, session: _Session, hashes: list[BlockHash], lease_ms: int, **options: bool) -> MatchResult:
         now_ns = self._clock_ns()
         return self._index.match(
-            hashes, reader=session.holder, now_ns=now_ns, deadline_ns=_deadline_ns(now_ns, lease_ms)
+            hashes, reader=session.holder, now_ns=now_ns, deadline_ns=_deadline_ns(now_ns, lease_ms), **options
         )
 
-    async def _bring_up(self, session: _Session, ask: BringUp) -> BroughtUp:
-        nothing = BroughtUp(n=ask.n, lease_id=None, blocks=())
+    async def _bring_up(self, session: _Session, ask: BringUp, nothing: BroughtUp) -> BroughtUp:
         if self._edge is None or not session.may_use_blocks:
             return nothing
         hashes = [BlockHash(block_hash) for block_hash in ask.hashes]
         self._edge.visited(hashes)
-        await self._edge.bring_up(hashes, timeout_s=ask.deadline_ms / 1e3)
+        await self._edge.bring_up(hashes, timeout_s=ask.deadline_ms / 1e3, ends_prompt=ask.ends_prompt)
         if not session.is_open or not session.may_use_blocks:
             return nothing
-        found = self._lease(session, hashes, ask.lease_ms)
+        found = self._lease(session, hashes, ask.lease_ms, ends_prompt=ask.ends_prompt, counts_misses=False)
         from_disk = self._edge.take_from_disk(block.slot for block in found.blocks)
         return BroughtUp(n=ask.n, lease_id=found.lease_id, blocks=_matched_blocks(found), from_disk=from_disk)
 
     def _touched(self, message: Touched) -> None:
-        for ref in message.blocks:
+        tails = set(message.tails)
+        for place, ref in enumerate(message.blocks):
             self._check_slot(ref.slot)
-            self._index.touch(BlockHash(ref.block_hash), slot=ref.slot, generation=ref.generation)
+            self._index.touch(
+                BlockHash(ref.block_hash), slot=ref.slot, generation=ref.generation, is_tail=place in tails
+            )
         if self._edge is not None:
             self._edge.visited([BlockHash(ref.block_hash) for ref in message.blocks])
         self._index.missed(message.num_missed)
@@ -486,19 +499,14 @@ class StoreNode:
         if not session.may_use_blocks:
             return BlocksReserved(n=ask.n, blocks=(ReservedBlock("no_room"),) * len(ask.hashes))
         now_ns = self._clock_ns()
-        self._index.expire(now_ns)
-        tenant = TenantId(ask.tenant)
-        if self._edge is not None:
-            self._edge.make_room(tenant, len(ask.hashes))
-        outcomes = self._index.reserve(
+        outcomes = self._reserver.reserve(
             [BlockHash(block_hash) for block_hash in ask.hashes],
             writer=session.holder,
             deadline_ns=_deadline_ns(now_ns, ask.lease_ms),
-            tenant=tenant,
+            tenant=TenantId(ask.tenant),
+            parent=None if ask.parent is None else BlockHash(ask.parent),
+            is_put=True,
         )
-        if self._edge is not None:
-            # Before the answer: with it the writer begins to overwrite what was evicted.
-            self._edge.take_evicted()
         return BlocksReserved(
             n=ask.n, blocks=tuple(ReservedBlock(o.status.value, o.slot, o.generation) for o in outcomes)
         )
@@ -522,7 +530,8 @@ class StoreNode:
             if is_visible:
                 self._content.origins.note(block.slot, session.origin)
         if self._edge is not None:
-            for block, is_visible in zip(ask.blocks, committed, strict=True):
+            # Leaf first here too: the disk's policy takes them in the order in which they come.
+            for block, is_visible in reversed(list(zip(ask.blocks, committed, strict=True))):
                 if is_visible:
                     self._edge.committed(
                         BlockHash(block.block_hash),
@@ -535,20 +544,27 @@ class StoreNode:
 
     # --- what may wait for the disk -----------------------------------------------------------------------
 
-    def _start(self, session: _Session, n: int, call: Coroutine[Any, Any, ToClient]) -> None:
-        """Carries a call out beside the others of its session, within bounds."""
+    def _start(self, session: _Session, call: Coroutine[Any, Any, ToClient], *, overrun: ToClient) -> None:
+        """Carries a call out beside the others of its session; beyond the bound on those the answer is ``overrun``."""
         if len(self._slow_calls) >= MAX_SLOW_CALLS:
             call.close()
             logger.warning("store_overrun peer=%s calls=%d", session.peer.peer_id, len(self._slow_calls))
-            self._tell(session, BroughtUp(n=n, lease_id=None, blocks=()))
+            self._tell(session, overrun)
             return
         task = self._loop.create_task(self._answer_later(session, call))
         self._slow_calls.add(task)
         task.add_done_callback(self._slow_calls.discard)
 
     async def _answer_later(self, session: _Session, call: Coroutine[Any, Any, ToClient]) -> None:
-        answer = await call
-        self._arm_timer()
+        """Answers once the call has ended. One that fails ends the connection: its client must not wait in vain."""
+        try:
+            answer = await call
+        except Exception as error:
+            logger.error("store_call_failed peer=%s error=%r", session.peer.peer_id, error, exc_info=error)
+            session.channel.abort()
+            return
+        finally:
+            self._arm_timer()
         if session.is_open:
             self._tell(session, answer)
 
@@ -604,7 +620,7 @@ class StoreNode:
                 self._tell(other, Superseded(differing_fields=differing))
         return WeightsUpdated(n=ask.n, updated=True)
 
-    async def _fetch_missing(self, session: _Session, ask: FetchMissing) -> None:
+    async def _fetch_missing(self, session: _Session, ask: FetchMissing) -> MissingFetched:
         def note(block_hash: BlockHash, slot: int, digest: BlockDigest) -> None:
             self._content.origins.note(slot, session.origin)
             if self._edge is not None:
@@ -617,9 +633,10 @@ class StoreNode:
                 [BlockHash(block_hash) for block_hash in ask.hashes],
                 tenant=TenantId(ask.tenant),
                 deadline_s=ask.deadline_ms / 1000,
+                ends_prompt=ask.ends_prompt,
                 on_committed=note,
             )
-        self._tell(session, MissingFetched(n=ask.n, num_blocks=num_blocks))
+        return MissingFetched(n=ask.n, num_blocks=num_blocks)
 
     def _on_others(self, num_others: int) -> None:
         for session in tuple(self._sessions.values()):

@@ -16,9 +16,10 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import count
 
+from kvstore.core.counters import Counters
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 from kvstore.core.slab_index import NO_MATCH, HolderId, LeasedBlock, ReserveOutcome, ReserveStatus, SlabIndex
 from kvstore.digest import verify
@@ -37,6 +38,7 @@ from kvstore.store.messages import (
     FetchBlocks,
     ToFetcher,
 )
+from kvstore.store.reserving import SlotReserver
 from kvstore.store.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -49,10 +51,11 @@ MAX_PEERS = 1024
 RESERVE_MARGIN_NS = 1_000_000_000
 GIVE_LEASE_NS = 10_000_000_000
 FETCHER = HolderId("fetch")
+_NO_SLOT = (ReserveStatus.NO_ROOM, ReserveStatus.OVER_QUOTA)
 
 
 @dataclass(slots=True)
-class FetchCounters:
+class FetchCounters(Counters):
     """What happened since the node started; each only grows."""
 
     fetches: int = 0
@@ -62,10 +65,6 @@ class FetchCounters:
     """Blocks whose bytes arrived without their digest."""
     peer_failures: int = 0
     given_blocks: int = 0
-
-    def to_dict(self) -> dict[str, int]:
-        """Returns name -> count."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 OnCommitted = Callable[[BlockHash, int, BlockDigest], None]
@@ -78,6 +77,7 @@ class _Fetch:
 
     tenant: TenantId
     end_ns: int
+    ends_prompt: bool
     on_committed: OnCommitted
 
 
@@ -93,11 +93,13 @@ class PeerFetch:
         me: PeerInfo,
         secret: bytes,
         clock_ns: Callable[[], int],
-        on_reserved: Callable[[], None] = lambda: None,
+        reserver: SlotReserver,
+        on_leased: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_reserved`` is called after slots were reserved and before anything is written into them."""
+        """``reserver`` gives out the slots of ``index``; ``on_leased`` is called when that has a new deadline."""
         self._slab = slab
-        self._on_reserved = on_reserved
+        self._reserver = reserver
+        self._on_leased = on_leased
         self._index = index
         self._link = link
         self._me = me
@@ -107,6 +109,8 @@ class PeerFetch:
         self._locks: dict[str, asyncio.Lock] = {}
         self._left_alone_until_ns: dict[str, int] = {}
         self._num_fetches = 0
+        self._coming: dict[BlockHash, asyncio.Future[None]] = {}
+        """Blocks that a fetch is writing now; done when it has committed them or given them up."""
         self._numbers = count(1)
         self.counters = FetchCounters()
 
@@ -124,27 +128,36 @@ class PeerFetch:
         *,
         tenant: TenantId,
         deadline_s: float,
+        ends_prompt: bool = True,
         on_committed: OnCommitted = lambda block_hash, slot, digest: None,
     ) -> int:
         """Brings the longest prefix of ``hashes`` that other nodes have, charged to ``tenant``.
 
+        ``ends_prompt``: the last of ``hashes`` is the last of its prompt.
         Returns how many of ``hashes`` are in the slab now, from the first on.
         """
         if not hashes or self._link.num_others == 0 or self._num_fetches >= MAX_FETCHES:
             return 0
         self._num_fetches += 1
         self.counters.fetches += 1
-        fetch = _Fetch(tenant, self._clock_ns() + int(deadline_s * 1e9), on_committed)
+        fetch = _Fetch(tenant, self._clock_ns() + int(deadline_s * 1e9), ends_prompt, on_committed)
         try:
             async with asyncio.timeout(deadline_s):
                 located = await self._link.locate(hashes, deadline_s=deadline_s)
                 if located is not None and located.prefixes:
                     await self._fetch_runs(hashes, located, fetch)
+                    await self._wait_for_others(hashes)
         except TimeoutError:
             self.counters.fetch_deadlines += 1
         finally:
             self._num_fetches -= 1
         return self._num_here(hashes)
+
+    async def _wait_for_others(self, hashes: Sequence[BlockHash]) -> None:
+        """Returns when nobody fetches any of these blocks any more."""
+        coming = [done for block_hash in hashes if (done := self._coming.get(block_hash)) is not None]
+        if coming:
+            await asyncio.wait(coming)
 
     def _num_here(self, hashes: Sequence[BlockHash]) -> int:
         for index, block_hash in enumerate(hashes):
@@ -163,24 +176,44 @@ class PeerFetch:
                 return
             number = max(lengths, key=lambda one: (lengths[one], -one))
             wanted = hashes[start : start + min(lengths[number], MAX_BLOCKS_PER_FETCH)]
-            num_taken, goes_on = await self._take(located.places[number], wanted, fetch)
+            ends_prompt = fetch.ends_prompt and start + len(wanted) == len(hashes)
+            parent = hashes[start - 1] if start else None
+            num_taken, goes_on = await self._take(
+                located.places[number], wanted, fetch, parent=parent, ends_prompt=ends_prompt
+            )
             start += num_taken
             if not goes_on:
                 return
             if num_taken < len(wanted):
                 failed.add(number)
 
-    async def _take(self, place: PlaceInfo, hashes: Sequence[BlockHash], fetch: _Fetch) -> tuple[int, bool]:
-        """Takes blocks from one node. Returns how many of ``hashes`` are here now, and False when no more fit."""
-        outcomes = self._index.reserve(
-            hashes, writer=FETCHER, deadline_ns=fetch.end_ns + RESERVE_MARGIN_NS, tenant=fetch.tenant
+    async def _take(
+        self,
+        place: PlaceInfo,
+        hashes: Sequence[BlockHash],
+        fetch: _Fetch,
+        *,
+        parent: BlockHash | None,
+        ends_prompt: bool,
+    ) -> tuple[int, bool]:
+        """Takes blocks from one node. Returns how many of ``hashes`` are settled, and False when no more fit.
+
+        A block that somebody else is writing at this moment is left to them.
+        """
+        outcomes = self._reserver.reserve(
+            hashes,
+            writer=FETCHER,
+            deadline_ns=fetch.end_ns + RESERVE_MARGIN_NS,
+            tenant=fetch.tenant,
+            parent=parent,
+            ends_prompt=ends_prompt,
         )
-        self._on_reserved()
         usable = 0
-        while usable < len(outcomes) and outcomes[usable].status in (ReserveStatus.GRANTED, ReserveStatus.PRESENT):
+        while usable < len(outcomes) and outcomes[usable].status not in _NO_SLOT:
             usable += 1
-        places = [n for n, outcome in enumerate(outcomes) if outcome.status is ReserveStatus.GRANTED]
-        wanted = [n for n in places if n < usable]
+        wanted = [n for n, outcome in enumerate(outcomes) if outcome.status is ReserveStatus.GRANTED]
+        for n in wanted:
+            self._coming[hashes[n]] = asyncio.get_running_loop().create_future()
         arrived: dict[int, BlockDigest] = {}
         try:
             if wanted:
@@ -211,6 +244,7 @@ class PeerFetch:
             if outcome.status is not ReserveStatus.GRANTED:
                 continue
             name = {"slot": outcome.slot, "generation": outcome.generation}
+            self._coming.pop(hashes[n]).set_result(None)
             if n not in arrived:
                 self._index.abort(hashes[n], writer=FETCHER, **name)
             elif self._index.commit(hashes[n], digest=arrived[n], writer=FETCHER, **name):
@@ -313,7 +347,10 @@ class PeerFetch:
         end_ns = now_ns + GIVE_LEASE_NS
         found = NO_MATCH
         if ask.block_bytes == self._slab.block_bytes:
-            found = self._index.match(hashes, reader=holder, now_ns=now_ns, deadline_ns=end_ns)
+            found = self._index.match(
+                hashes, reader=holder, now_ns=now_ns, deadline_ns=end_ns, ends_prompt=False, counts_misses=False
+            )
+            self._on_leased()
         try:
             await channel.send(BlocksOffered(n=ask.n, digests=tuple(block.digest for block in found.blocks)))
             for index, block in enumerate(found.blocks):

@@ -81,6 +81,7 @@ class StoreSession:
         self._numbers = count(1)
         self._calls: dict[int, _Call] = {}
         self._touched: list[SlotRef] = []
+        self._tails: list[int] = []
         self._num_missed = 0
         self._touch_timer: asyncio.TimerHandle | None = None
 
@@ -102,13 +103,22 @@ class StoreSession:
             return False
         return True
 
-    def touched(self, blocks: Sequence[SlotRef], *, num_missed: int) -> None:
+    def touched(self, blocks: Sequence[SlotRef], *, ends_prompt: bool = False) -> None:
         """Tells the node, together with what else is read soon, which blocks of one prefix were read without asking.
 
-        ``blocks``: parents before leaves.
+        ``blocks``: parents before leaves. ``ends_prompt``: the last of them is the last of its prompt.
         """
+        if ends_prompt and blocks:
+            self._tails.append(len(self._touched))
         self._touched += reversed(blocks)
+        self._tell_soon()
+
+    def missed(self, num_missed: int) -> None:
+        """Tells the node, likewise, how many blocks were found nowhere."""
         self._num_missed += num_missed
+        self._tell_soon()
+
+    def _tell_soon(self) -> None:
         if len(self._touched) >= TOUCHES_PER_MESSAGE:
             self._send_touches()
         elif self._touch_timer is None and (self._touched or self._num_missed):
@@ -119,10 +129,12 @@ class StoreSession:
             self._touch_timer.cancel()
             self._touch_timer = None
         blocks, self._touched = self._touched, []
+        tails, self._tails = self._tails, []
         num_missed, self._num_missed = self._num_missed, 0
         for start in range(0, max(1, len(blocks)), MAX_HASHES_PER_MESSAGE):
             part = tuple(blocks[start : start + MAX_HASHES_PER_MESSAGE])
-            self.send(Touched(blocks=part, num_missed=0 if start else num_missed))
+            places = tuple(tail - start for tail in tails if start <= tail < start + len(part))
+            self.send(Touched(blocks=part, tails=places, num_missed=0 if start else num_missed))
 
     async def call(
         self, make: Callable[[int], msgspec.Struct], reply: type[_Reply], *, deadline_s: float
@@ -198,13 +210,17 @@ class StoreSession:
         )
         return self._leased(hashes, answer, sent_ns + lease_ms * 1_000_000)
 
-    async def bring_up(self, hashes: Sequence[BlockHash], *, lease_ms: int, deadline_s: float) -> LeasedPrefix | None:
+    async def bring_up(
+        self, hashes: Sequence[BlockHash], *, lease_ms: int, deadline_s: float, ends_prompt: bool
+    ) -> LeasedPrefix | None:
         """Like ``match``, of blocks that the node fetches from a lower tier first; None: none, or no answer in time."""
         sent_ns = self.clock_ns()
         # The node stops a little earlier than we do, so that what it has done by then is not lost with its answer.
         deadline_ms = max(1, min(int(deadline_s * 900), MAX_LEASE_MS))
         answer = await self.call(
-            lambda n: BringUp(n=n, hashes=tuple(hashes), lease_ms=lease_ms, deadline_ms=deadline_ms),
+            lambda n: BringUp(
+                n=n, hashes=tuple(hashes), lease_ms=lease_ms, deadline_ms=deadline_ms, ends_prompt=ends_prompt
+            ),
             BroughtUp,
             deadline_s=deadline_s,
         )
@@ -223,12 +239,18 @@ class StoreSession:
         return lease
 
     async def reserve(
-        self, hashes: Sequence[BlockHash], *, lease_ms: int, deadline_s: float, tenant: TenantId = NOBODY
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        lease_ms: int,
+        deadline_s: float,
+        tenant: TenantId = NOBODY,
+        parent: BlockHash | None = None,
     ) -> WriteReservation | None:
         """Asks for writable slots; None when the store is lost. Each reservation must be finished or aborted."""
         sent_ns = self.clock_ns()
         answer = await self.call(
-            lambda n: ReserveBlocks(n=n, hashes=tuple(hashes), lease_ms=lease_ms, tenant=tenant),
+            lambda n: ReserveBlocks(n=n, hashes=tuple(hashes), lease_ms=lease_ms, tenant=tenant, parent=parent),
             BlocksReserved,
             deadline_s=deadline_s,
         )

@@ -47,7 +47,7 @@ class _Vector(ctypes.Structure):
 
 
 class PeerMemory:
-    """See the module. Life cycle: opened -> ``read`` ... -> ``close``. One thread."""
+    """See the module. Life cycle: opened -> ``copy`` ... -> ``close``. One thread."""
 
     def __init__(self, address: MemoryAddress) -> None:
         """Raises: PeerLost when the process is gone, is another one, or lets nobody read."""

@@ -12,7 +12,7 @@ lets the rest pass; blocks that were asked for once make room for those of prove
 
 The cost to recompute is the same for every block of a tier (equal tokens), so it cancels out of the comparison.
 
-About 40 bytes per slot, ghosts included. An event is O(1); ageing touches each block once per age, the worth of
+About 48 bytes per slot, ghosts included. An event is O(1); ageing touches each block once per age, the worth of
 one class is computed every ``LEARN_EVERY`` visits; finding a victim is O(1).
 """
 
@@ -48,6 +48,9 @@ class KopirPolicy:
         self._last = array("Q", bytes(8 * num_slots))
         self._present = bytearray(num_slots)
         self._parent = array("i", [NOBODY]) * num_slots
+        self._parent_life = array("I", bytes(4 * num_slots))
+        """Which life of the parent's slot a link is to; after that the slot holds a stranger."""
+        self._life = array("I", bytes(4 * num_slots))
         self._num_children = array("I", bytes(4 * num_slots))
         self._visits = VisitTable(min(max(GHOSTS_MIN, GHOSTS_PER_SLOT * num_slots), GHOSTS_MAX))
         self._study = ReuseStudy(num_slots, NUM_CLASSES)
@@ -69,7 +72,7 @@ class KopirPolicy:
         self._unfile(slot)
         self._class[slot] = self._visit(block_hash, is_tail)
         self._last[slot] = self._now
-        if parent is not None and parent != self._parent[slot]:
+        if parent is not None and parent != self._living_parent(slot):
             self._unlink(slot)
             self._link(slot, parent)
         self._file(slot)
@@ -84,6 +87,9 @@ class KopirPolicy:
         self._unfile(slot)
         self._present[slot] = 0
         self._unlink(slot)
+        # Children that stay here are nobody's now. Their links are not looked for: they are to a life that is over.
+        self._num_children[slot] = 0
+        self._life[slot] = (self._life[slot] + 1) & 0xFFFFFFFF
 
     def admits(self, block_hash: BlockHash, *, is_tail: bool = False) -> bool:
         """A block is worth a slot when no block here is worth less, with all that is known of it."""
@@ -105,7 +111,7 @@ class KopirPolicy:
         children = [0] * len(self._parent)
         for slot, parent in enumerate(self._parent):
             assert self._present[slot] or parent == NOBODY, f"slot {slot} is gone and has a parent"
-            if parent != NOBODY:
+            if parent != NOBODY and self._living_parent(slot) == parent:
                 children[parent] += 1
         assert children == list(self._num_children), (children, list(self._num_children))
         present = [slot for slot, is_present in enumerate(self._present) if is_present]
@@ -150,14 +156,19 @@ class KopirPolicy:
         if self._present[parent] and not self._num_children[parent]:
             self._aged.take(parent)
             self._parents.append(parent)
-        self._parent[slot] = parent
+        self._parent[slot], self._parent_life[slot] = parent, self._life[parent]
         self._num_children[parent] += 1
 
-    def _unlink(self, slot: int) -> None:
+    def _living_parent(self, slot: int) -> int:
+        """Returns the parent's slot, or NOBODY when the parent has left it."""
         parent = self._parent[slot]
+        return parent if parent != NOBODY and self._parent_life[slot] == self._life[parent] else NOBODY
+
+    def _unlink(self, slot: int) -> None:
+        parent = self._living_parent(slot)
+        self._parent[slot] = NOBODY
         if parent == NOBODY:
             return
-        self._parent[slot] = NOBODY
         self._num_children[parent] -= 1
         if self._present[parent] and not self._num_children[parent]:
             self._parents.unlink(parent)

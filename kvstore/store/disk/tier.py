@@ -16,11 +16,12 @@ import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvstore.core.counters import Counters
 from kvstore.core.disk_slots import DiskBlock, DiskGrant, DiskIndex
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 from kvstore.core.slot_table import SlotRecord
@@ -56,7 +57,7 @@ class BlockToWrite:
 
 
 @dataclass(slots=True)
-class TierCounters:
+class TierCounters(Counters):
     """What the driver did; each only grows. ``DiskCounters`` counts what became of the slots."""
 
     written_blocks: int = 0
@@ -66,10 +67,6 @@ class TierCounters:
     io_errors: int = 0
     switched_off: int = 0
     """Changes to a lesser state."""
-
-    def to_dict(self) -> dict[str, int]:
-        """Returns name -> count."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +213,7 @@ class DiskTier:
     # --- reading ------------------------------------------------------------------------------------------
 
     async def read(self, block_hash: BlockHash, into: Any, *, damaged_too: bool = False) -> ReadResult:
-        """Reads one block, verified. ``into``: ``block_bytes``. Modifies: ``into``, only when the result is ``ok``.
+        """Reads one block, verified; no hit. ``into``: ``block_bytes``. Modifies: ``into``, only when it is ``ok``.
 
         ``damaged_too``: also when it is ``damaged``, for who wants to know how.
         """
@@ -271,16 +268,11 @@ class DiskTier:
 
     # --- leaving ------------------------------------------------------------------------------------------
 
-    def drop(self, unwanted: Callable[[DiskBlock], bool]) -> int:
-        """Drops every block that is not wanted any more. Returns how many. O(blocks)."""
-        blocks = [block for block in self.index.blocks() if unwanted(block)]
-        dropped = [block.slot for block in blocks if self.index.drop(block.slot, block.generation)]
-        self._erase(dropped)
-        return len(dropped)
-
-    def make_room(self, tenant: TenantId, num_bytes: int) -> None:
-        """Drops a tenant's oldest blocks while its quota has less than so many bytes left."""
-        self._erase(list(self.index.make_room(tenant, num_bytes)))
+    def make_room(self, tenant: TenantId, num_bytes: int, *, keep: Sequence[BlockHash] = ()) -> None:
+        """Drops a tenant's oldest blocks, but none of ``keep``, while its quota has less than so many bytes left."""
+        records = map(self.index.find, keep)
+        slots = {record.slot for record in records if record is not None}
+        self._erase(list(self.index.make_room(tenant, num_bytes, keep=slots)))
 
     def release_quarantined(self) -> int:
         """Puts quarantined slots back into use. Returns how many."""

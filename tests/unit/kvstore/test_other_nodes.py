@@ -13,7 +13,7 @@ from store_site import BLOCK_BYTES, DEADLINE_S, SECRET, Site, blocks, load, unti
 
 from kvstore.core.quota import tenant_of
 from kvstore.net.host import new_incarnation
-from kvstore.store import messages, peer_fetch
+from kvstore.store import directory_link, messages, peer_fetch
 from kvstore.store.client import LoadResult, StoreClient
 from kvstore.store.directory_server import DirectoryHost
 from kvstore.store.disk.layout import file_bytes
@@ -67,8 +67,7 @@ class Pair:
 
     async def directory_says(self, accept: Callable[[dict], bool]) -> None:  # type: ignore[type-arg]
         async with asyncio.timeout(DEADLINE_S):
-            while not accept(stat := await asyncio.to_thread(self.directory.status)):
-                assert stat is not None
+            while not accept(await asyncio.to_thread(self.directory.status)):
                 await asyncio.sleep(0.005)
 
     async def counters(self, client: StoreClient) -> dict[str, int]:
@@ -242,6 +241,37 @@ async def test_damage_in_the_own_slab_is_counted_at_the_own_slab(pair: Pair) -> 
     near, far = await pair.counters(pair.near_client), await pair.counters(pair.far_client)
     assert (near["wire_corrupt_blocks"], far["corrupt_blocks"]) == (0, 0)
     assert (await load(pair.near_client, 1, 2))[0] == LoadResult(2, 2, "end", num_fetched=1)
+
+
+async def test_a_block_that_another_fetch_is_bringing_is_waited_for(pair: Pair) -> None:
+    """Two loads of one prefix at once: each block is fetched once, and both have all of them."""
+    await pair.start()
+    await pair.far_client.put_blocks(blocks(1, 2, 3, 4, 5))
+    await pair.know_each_other(far=5)
+    other = pair.site.make_client()
+    other.start(*pair.site.address)
+    assert await other.wait_connected(DEADLINE_S)
+    await until(other.stat, lambda stat: other._session is not None and other._session.num_others == 1)
+    results = await asyncio.gather(load(pair.near_client, 1, 2, 3, 4, 5), load(other, 1, 2, 3, 4, 5))
+    assert [result.num_loaded for result, _ in results] == [5, 5]
+    counters = await pair.counters(pair.near_client)
+    assert (counters["fetches"], counters["fetched_blocks"], counters["peer_failures"]) == (2, 5, 0)
+
+
+async def test_a_node_that_is_refused_dials_ever_more_slowly(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A successor has its name: the pause grows up to its bound although each connection as such succeeds."""
+    monkeypatch.setattr(directory_link, "BACKOFF_S_MIN", 0.001)
+    monkeypatch.setattr(directory_link, "BACKOFF_S_MAX", 0.05)
+    await pair.start()
+    await pair.know_each_other(near=0)
+    successor = pair.site.start_host(node="far")
+    link = pair.far._node._link  # type: ignore[union-attr]
+    successor.set_directory(*pair._address)
+    async with asyncio.timeout(DEADLINE_S):
+        while link._backoff_s < 0.05:
+            await asyncio.sleep(0.001)
+    assert link.losses >= 5
+    await until(pair.near_client.stat, lambda stat: stat.counters["other_nodes"] == 1)
 
 
 async def test_a_silent_node_costs_the_deadline_once_and_is_then_left_alone(pair: Pair) -> None:

@@ -20,8 +20,8 @@ from kvstore.core.slab_index import (
     ReserveOutcome,
     ReserveStatus,
     SlabIndex,
-    SlabSlotState,
 )
+from kvstore.core.slot_states import SlotState
 
 W, V = HolderId("writer"), HolderId("other-writer")
 R, Q = HolderId("reader"), HolderId("other-reader")
@@ -92,7 +92,7 @@ def test_a_match_is_a_prefix_without_a_gap() -> None:
     assert len(match(index, 1, 2, 3).blocks) == 1
     assert match(index, 2, 3) == NO_MATCH
     assert match(index) == NO_MATCH
-    assert index.counts().leases == 1
+    assert index.num_leases == 1
 
 
 def test_a_commit_needs_slot_generation_writer_and_hash() -> None:
@@ -189,7 +189,7 @@ def test_an_expired_writable_slot_waits_for_its_writer() -> None:
     assert (new.status, new.slot) == (GRANTED, 1)
     assert commit(index, 1, new, writer=V)
     assert [outcome.status for outcome in reserve(index, 2, 3, writer=V)] == [GRANTED, NO_ROOM]
-    assert index.state_of(old.slot) is SlabSlotState.QUARANTINED
+    assert index.state_of(old.slot) is SlotState.QUARANTINED
     assert index.writer_dead(V) == 1
     assert index.writer_dead(W) == 1
     assert states(index) == (2, 0, 0, 0)

@@ -294,3 +294,118 @@ async def test_verify_and_gc_find_damage_in_both_tiers(site: Site, tmp_path: Pat
     assert host.status()["counters"]["corrupt_blocks"] == 1 and disk_of(host)["counters"]["damaged_blocks"] == 1
     collected = await client.collect_garbage()
     assert collected is not None and collected.released_slots == 1 and disk_of(host)["quarantined_blocks"] == 0
+
+
+async def test_a_put_of_what_is_there_costs_a_tenant_none_of_its_disk_blocks(site: Site, tmp_path: Path) -> None:
+    """Only new blocks need room: a tenant at its quota that stores its prompt again keeps the older ones below."""
+    tenant = TenantId("a")
+    quotas = {tenant: 10 * BLOCK_BYTES}
+    host = site.start_host(8, disk=make_plan(tmp_path / "disk"), quotas=quotas)
+    client = await site.client()
+    assert (await client.put_blocks(blocks(1, 2, 3, 4), tenant=tenant)).stored == 4
+    await settled(client, 4)
+    assert (await client.put_blocks(blocks(5, 6, 7, 8), tenant=tenant)).stored == 4
+    stat = await until(client.stat, lambda stat: stat.tiers[-1].used_blocks == 2)
+    again = await client.put_blocks(blocks(*range(1, 9)), tenant=tenant)
+    assert again.present == 8
+    assert disk_of(host)["used_blocks"] == 2 and host.status()["tenants"] == stat.tenants
+    assert (await client.put_blocks(blocks(20), tenant=tenant)).stored == 1
+    await settled(client, 2)
+    assert host.status()["tenants"] == stat.tenants
+
+
+async def test_the_disk_gives_up_leaves_before_roots(site: Site, tmp_path: Path) -> None:
+    """Stored, read and brought up: of one prompt the first block is the last to leave the disk."""
+    host = site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    await put_all(client, (1, 2, 3, 4))
+    index = host._node._edge.disk.index  # type: ignore[union-attr]
+
+    def leaving() -> list[int]:
+        records = map(index.record_at, index._policy.victims())
+        return [int.from_bytes(record.block_hash, "big") for record in records if record is not None]
+
+    assert leaving() == [4, 3, 2, 1]
+    await put_all_above(client, 50)
+    assert (await load(client, 1, 2, 3, 4))[0].num_from_disk == 4
+    assert [number for number in leaving() if number < 50] == [4, 3, 2, 1]
+
+
+async def put_all_above(client: StoreClient, first: int) -> None:
+    """Fills the slab with other blocks, one prompt each, and waits until they are on the disk too."""
+    stat = await client.stat()
+    assert stat is not None
+    for number in range(first, first + HOST_BLOCKS):
+        assert (await client.put_blocks(blocks(number))).stored == 1
+    await settled(client, stat.tiers[-1].used_blocks + HOST_BLOCKS)
+
+
+async def test_every_block_that_was_found_nowhere_is_a_miss_once(site: Site, tmp_path: Path) -> None:
+    """With a disk too: 100 blocks asked for, 4 there, 96 missed; a repeated ask counts again."""
+    host = site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    await put_all(client, (1, 2, 3, 4))
+    await put_all_above(client, 50)
+    for asked in (1, 2):
+        assert (await load(client, 1, 2, 3, 4, *range(1000, 1096)))[0].num_loaded == 4
+        await until(client.stat, lambda stat, asked=asked: stat.counters["missed_blocks"] >= 96 * asked)  # type: ignore[misc]
+        counters = host.status()["counters"]
+        assert (counters["hit_blocks"], counters["missed_blocks"]) == (4 * asked, 96 * asked)
+
+
+async def test_a_write_that_the_disk_did_not_take_is_not_counted_as_one(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No buffer below: neither the early copy nor the one at the eviction was written."""
+    monkeypatch.setattr("kvstore.store.lower_edge.DiskTier.offer", lambda *args: False)
+    host = site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    assert (await client.put_blocks(blocks(1, 2, 3, 4))).stored == 4
+    assert (await client.put_blocks(blocks(5, 6, 7, 8))).stored == 4
+    counters = disk_of(host)["counters"]
+    assert (counters["written"], counters["written_early"], counters["written_blocks"]) == (0, 0, 0)
+    assert counters["not_taken"] == 8 + 4
+
+
+async def test_verifying_is_no_hit(site: Site, tmp_path: Path) -> None:
+    """An operator's look at every block leaves the order in which they leave as it was."""
+    host = site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    await put_all(client, tuple(range(1, 13)))
+    policy = host._node._edge.disk.index._policy  # type: ignore[union-attr]
+    before = list(policy.victims())
+    verified = await client.verify_blocks("disk")
+    assert verified is not None and verified.num_checked == 12
+    assert list(policy.victims()) == before
+
+
+async def test_a_call_beyond_the_bound_is_answered_in_kind(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many slow calls: what was to be verified is all skipped, what was to come up did not."""
+    monkeypatch.setattr("kvstore.store.node.MAX_SLOW_CALLS", 0)
+    site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    await put_all(client, (1, 2, 3, 4))
+    verified = await client.verify_blocks("disk", num_slots=3)
+    assert verified is not None
+    assert (verified.num_checked, verified.num_skipped, verified.next_slot) == (0, 3, 0)
+    await put_all_above(client, 50)
+    assert (await load(client, 1, 2))[0].num_loaded == 0
+
+
+async def test_a_call_that_fails_ends_its_connection_and_is_one_event(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client is not left to its deadline, and nobody else notices."""
+
+    async def broken(*args: object, **more: object) -> None:
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr("kvstore.store.node.verify_blocks", broken)
+    site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client, other = await site.client(), await site.client()
+    async with asyncio.timeout(DEADLINE_S):
+        assert await client.verify_blocks("disk", deadline_s=10 * DEADLINE_S) is None
+    assert [record.message for record in caplog.records if record.message.startswith("store_call_failed")]
+    assert (await other.put_blocks(blocks(1))).stored == 1

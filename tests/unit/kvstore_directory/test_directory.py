@@ -282,7 +282,6 @@ def test_a_dead_node_is_no_place_at_the_end_of_its_lease_and_swept_in_steps() ->
     directory = Directory(lease_ns=LEASE_NS)
     in_sync(directory, "a", "a1", *range(10))
     in_sync(directory, "b", "b1", 0, now_ns=500)
-    assert directory.next_deadline_ns() == LEASE_NS
     assert directory.expire(LEASE_NS - 1) == ()
     assert directory.expire(LEASE_NS) == ("a",)
     assert directory.match([h(0), h(1)]) == ((Place("b", "b1", "host"),),)
@@ -315,7 +314,7 @@ def test_an_announcer_with_too_much_to_tell_tells_everything_anew(monkeypatch: p
     announcer.removed("host", h(1))
     announcement = announcer.take()
     assert announcement is not None and announcement.sequence == 1
-    assert announcement.changes == (TierChange("host", (h(0),), (h(1),)),) or len(announcement.changes[0].added) == 2
+    assert announcement.changes == (TierChange("host", (h(0), h(2)), (h(1),)),)
     for number in range(4):
         announcer.added("host", h(number))
     assert announcer.needs_snapshot and announcer.take() is None

@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvstore.core.disk_slots import DISK_TIER, DiskGrant, DiskIndex, DiskSlotState
+from kvstore.core.disk_slots import DISK_TIER, DiskBlock, DiskGrant, DiskIndex
 from kvstore.core.eviction import LruPolicy
 from kvstore.core.ids import BlockDigest, TenantId
 from kvstore.core.quota import TenantBook
+from kvstore.core.slot_states import SlotState
 
 NUM_SLOTS = 5
 BLOCK_BYTES = 10
@@ -34,7 +35,8 @@ class DiskIndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = make_index()
+        self.book = TenantBook(QUOTAS)
+        self.index = make_index(book=self.book)
         self.writing: dict[int, tuple[DiskGrant, TenantId]] = {}
         self.used: dict[int, tuple[DiskGrant, TenantId]] = {}
         self.order: list[int] = []
@@ -96,8 +98,36 @@ class DiskIndexMachine(RuleBasedStateMachine):
         self.index.pin(slot)
         self.pins.append(slot)
         self.pinned_slots[slot] = self.pinned_slots.get(slot, 0) + 1
-        self.order.remove(number)
-        self.order.append(number)
+
+    @rule(numbers=st.lists(NUMBERS, unique=True, max_size=3))
+    def hit(self, numbers: list[int]) -> None:
+        self.index.hit([block_hash_of(number) for number in numbers])
+        for number in reversed(numbers):
+            if number in self.used:
+                self.order.remove(number)
+                self.order.append(number)
+
+    @rule(num_blocks=st.integers(1, 3), other_bytes=st.integers(0, 2 * BLOCK_BYTES), keep=st.sets(NUMBERS, max_size=2))
+    def make_room(self, num_blocks: int, other_bytes: int, keep: set[int]) -> None:
+        """Of a tenant at its quota the oldest go, until there is the room; none go for room that cannot be."""
+        tenant = TenantId("b")
+        self.book.charge(tenant, "host", other_bytes)
+        left = QUOTAS[tenant] - other_bytes - self.held(tenant) * BLOCK_BYTES
+        in_vain = max(0, num_blocks * BLOCK_BYTES - (QUOTAS[tenant] - other_bytes))
+        slots = {self.used[n][0].slot for n in keep if n in self.used}
+        dropped = self.index.make_room(tenant, num_blocks * BLOCK_BYTES, keep=slots)
+        for number in list(self.order):
+            grant, owner = self.used[number]
+            if left >= num_blocks * BLOCK_BYTES - in_vain:
+                break
+            if owner == tenant and grant.slot not in slots and not self.pinned_slots.get(grant.slot):
+                assert grant.slot in dropped
+                left += BLOCK_BYTES
+                self.order.remove(number)
+                del self.used[number]
+                dropped = tuple(slot for slot in dropped if slot != grant.slot)
+        assert not dropped
+        self.book.refund(tenant, "host", other_bytes)
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
@@ -105,24 +135,17 @@ class DiskIndexMachine(RuleBasedStateMachine):
         slot = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
         self.index.unpin(slot)
         self.pinned_slots[slot] -= 1
-        if not self.pinned_slots[slot] and slot in self.gone_tenants and slot not in self.quarantined:
-            del self.gone_tenants[slot]
 
     @precondition(lambda self: self.used)
-    @rule(data=st.data(), is_damaged=st.booleans())
-    def leave(self, data: st.DataObject, is_damaged: bool) -> None:
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.used)))
         grant, tenant = self.used.pop(number)
         self.order.remove(number)
-        assert not self.index.drop(grant.slot, grant.generation + 1), "another life of the slot"
-        if is_damaged:
-            assert self.index.quarantine(grant.slot, grant.generation)
-            self.quarantined.add(grant.slot)
-            self.gone_tenants[grant.slot] = tenant
-        else:
-            assert self.index.drop(grant.slot, grant.generation)
-            if self.pinned_slots.get(grant.slot):
-                self.gone_tenants[grant.slot] = tenant
+        assert not self.index.quarantine(grant.slot, grant.generation + 1), "another life of the slot"
+        assert self.index.quarantine(grant.slot, grant.generation)
+        self.quarantined.add(grant.slot)
+        self.gone_tenants[grant.slot] = tenant
 
     @rule()
     def release(self) -> None:
@@ -136,7 +159,8 @@ class DiskIndexMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """What is committed is what the headers say; everything else is free again."""
-        self.index = make_index(recovered=list(self.index.blocks()))
+        self.book = TenantBook(QUOTAS)
+        self.index = make_index(recovered=list(self.index.blocks()), book=self.book)
         self.writing.clear()
         self.quarantined.clear()
         self.gone_tenants.clear()
@@ -170,21 +194,12 @@ TestDiskIndex = DiskIndexMachine.TestCase
 
 def test_of_two_copies_of_a_block_the_younger_one_is_taken() -> None:
     """A header that a power cut kept alive although its block was written elsewhere later is stale, its slot free."""
-    index = make_index()
-    first = index.reserve(block_hash_of(1), tenant=TenantId(""))
-    assert first is not None
-    index.commit(block_hash_of(1), first, digest_of(1))
-    (old,) = index.blocks()
-    index.drop(old.slot, old.generation)
-    other = index.reserve(block_hash_of(2), tenant=TenantId(""))
-    second = index.reserve(block_hash_of(1), tenant=TenantId(""))
-    assert other is not None and second is not None and other.slot == first.slot
-    index.commit(block_hash_of(1), second, digest_of(1))
-    (young,) = index.blocks()
+    old = DiskBlock(0, 1, block_hash_of(1), digest_of(1), TenantId(""))
+    young = DiskBlock(3, 7, block_hash_of(1), digest_of(1), TenantId(""))
     recovered = make_index(recovered=[young, old])
     found = recovered.find(block_hash_of(1))
-    assert found is not None and (found.slot, found.generation) == (second.slot, second.generation)
-    assert recovered.state_of(first.slot) is DiskSlotState.FREE
+    assert found is not None and (found.slot, found.generation) == (3, 7)
+    assert recovered.state_of(0) is SlotState.FREE
     assert recovered.counters.stale_blocks == 1
     recovered.check_invariants()
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from disk_workload import BLOCK_BYTES, NUM_SLOTS, block_hash_of, content_of
 
-from kvstore.core.disk_slots import NO_ORIGIN, DiskIndex, DiskSlotState
+from kvstore.core.disk_slots import NO_ORIGIN, DiskIndex
 from kvstore.core.eviction import LruPolicy
 from kvstore.core.ids import BlockDigest, TenantId
 from kvstore.core.quota import TenantBook
+from kvstore.core.slot_states import SlotState
 from kvstore.digest import block_digest
 from kvstore.store.disk.file import FILE_NAME, open_disk
 from kvstore.store.disk.file_io import FileIo
@@ -32,6 +33,7 @@ class FaultyIo(FileIo):
     fail_read: OSError | None = None
     fail_sync: OSError | None = None
     gate: threading.Event | None = None
+    read_gate: threading.Event | None = None
 
     def write(self, data: Any, offset: int, *, bulk: bool = False) -> None:
         if self.gate is not None:
@@ -41,6 +43,8 @@ class FaultyIo(FileIo):
         super().write(data, offset, bulk=bulk)
 
     def read_into(self, buffer: Any, offset: int, *, bulk: bool = False) -> None:
+        if self.read_gate is not None and bulk:
+            assert self.read_gate.wait(20)
         if self.fail_read is not None and bulk:
             raise self.fail_read
         super().read_into(buffer, offset, bulk=bulk)
@@ -122,13 +126,13 @@ async def test_a_damaged_block_is_a_miss_counted_here_and_its_slot_is_not_used_a
     slot = bench.damage(1)
     assert await bench.read(1) == ("damaged", bytes(BLOCK_BYTES))
     assert bench.tier.stat()["damaged_blocks"] == 1 and bench.tier.stat()["damaged_above"] == 0
-    assert bench.tier.index.state_of(slot) is DiskSlotState.QUARANTINED
+    assert bench.tier.index.state_of(slot) is SlotState.QUARANTINED
     assert (await bench.read(1))[0] == "missing"
     assert any(record.message.startswith("store_disk_damaged") for record in caplog.records)
     await bench.put(*range(10, 10 + NUM_SLOTS - 1))
-    assert bench.tier.index.state_of(slot) is DiskSlotState.QUARANTINED
+    assert bench.tier.index.state_of(slot) is SlotState.QUARANTINED
     assert bench.tier.release_quarantined() == 1
-    assert bench.tier.index.state_of(slot) is DiskSlotState.FREE
+    assert bench.tier.index.state_of(slot) is SlotState.FREE
     await bench.tier.close()
     again = Bench(tmp_path)
     assert block_hash_of(1) not in again.tier.index
@@ -210,10 +214,17 @@ async def test_close_finishes_what_was_offered(tmp_path: Path) -> None:
 
 
 async def test_a_block_that_is_read_is_not_overwritten(bench: Bench) -> None:
-    """Reads pin their slot: churn goes around it, and what comes back is the block."""
+    """Reads pin their slot: churn goes around the two oldest blocks for as long as their readers are on their way."""
     await bench.put(*range(1, NUM_SLOTS + 1))
+    bench.io.read_gate = threading.Event()
     reads = [asyncio.ensure_future(bench.read(number)) for number in (1, 2)]
     await asyncio.sleep(0)
     await bench.put(*range(20, 20 + NUM_SLOTS - 2))
+    assert {number for number in range(1, 100) if bench.tier.holds(block_hash_of(number))} == {
+        1, 2, *range(20, 20 + NUM_SLOTS - 2),
+    }  # fmt: skip
+    bench.io.read_gate.set()
     assert [await read for read in reads] == [("ok", content_of(1)), ("ok", content_of(2))]
+    await bench.put(99)
+    assert not bench.tier.holds(block_hash_of(1)), "a read is no hit, and its pin is gone"
     bench.tier.index.check_invariants()

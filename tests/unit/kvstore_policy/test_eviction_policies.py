@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.hitrate_replay import Prompt, ReplayTier, block_hash_of, replay, replay_optimum
-from kvstore.core.eviction import POLICIES, KopirPolicy, make_policy
+from kvstore.core.eviction import POLICIES, KopirPolicy, LruPolicy, make_policy
 from kvstore.core.eviction.reuse import AGE_EDGES, NUM_AGES, ReuseStudy, worth_by_age
-from kvstore.core.ids import BlockDigest
+from kvstore.core.ids import BlockDigest, BlockHash
 from kvstore.core.slab_index import HolderId, ReserveStatus, SlabIndex
 
 NUM_SLOTS = 6
@@ -61,22 +61,106 @@ def test_the_replay_is_what_the_slab_index_does(name: str, prompts: list[tuple[i
     """Hits of the replay are those of match, reserve and commit; a pinned block is never evicted, the books agree."""
     tier = ReplayTier(NUM_SLOTS, make_policy(name, NUM_SLOTS))
     index = SlabIndex(NUM_SLOTS, policy=make_policy(name, NUM_SLOTS))
-    me = HolderId("me")
-    for now_ns, key in enumerate(prompts):
-        prompt = chain(*key)
-        found = index.match(prompt, reader=me, now_ns=now_ns, deadline_ns=1000)
-        assert tier.serve(prompt) == len(found.blocks)
-        if len(found.blocks) < len(prompt):
-            outcomes = index.reserve(prompt, writer=me, deadline_ns=1000)
-            for block_hash, outcome in reversed(list(zip(prompt, outcomes, strict=True))):
-                if outcome.status is ReserveStatus.GRANTED:
-                    slot, generation = outcome.slot, outcome.generation
-                    digest = BlockDigest(bytes(16))
-                    assert index.commit(block_hash, slot=slot, generation=generation, digest=digest, writer=me)
-        assert all(block_hash in index for block_hash in prompt[: len(found.blocks)])
-        if found.lease_id is not None:
-            index.release(found.lease_id, reader=me)
+    for key in prompts:
+        assert tier.serve(chain(*key)) == serve(index, chain(*key))
         index.check_invariants()
+
+
+def serve(index: SlabIndex, prompt: Prompt) -> int:
+    """One prompt as a worker does it: what matches is held, what follows is stored as the end of the prompt."""
+    me = HolderId("me")
+    found = index.match(prompt, reader=me, now_ns=0, deadline_ns=1000)
+    num_hits = len(found.blocks)
+    if num_hits < len(prompt):
+        rest, parent = prompt[num_hits:], prompt[num_hits - 1] if num_hits else None
+        outcomes = index.reserve(rest, writer=me, deadline_ns=1000, parent=parent)
+        for block_hash, outcome in reversed(list(zip(rest, outcomes, strict=True))):
+            if outcome.status is ReserveStatus.GRANTED:
+                slot, generation = outcome.slot, outcome.generation
+                digest = BlockDigest(bytes(16))
+                assert index.commit(block_hash, slot=slot, generation=generation, digest=digest, writer=me)
+    assert all(block_hash in index for block_hash in prompt[:num_hits])
+    if found.lease_id is not None:
+        index.release(found.lease_id, reader=me)
+    return num_hits
+
+
+def test_a_hot_set_that_moves_is_learned_by_the_slab_too() -> None:
+    """2,000 keys, 500 slots: halfway another loop begins, whose blocks are refused until they have been asked for."""
+    prompts = [ids(3000 * (turn >= 10) + 10 * part, 10) for turn in range(20) for part in range(100)]
+    tier, index = ReplayTier(500, make_policy("kopir", 500)), SlabIndex(500, policy=make_policy("kopir", 500))
+    pairs = [(tier.serve(prompt), serve(index, prompt)) for prompt in prompts]
+    replayed, served = (sum(column[1000:]) for column in zip(*pairs, strict=True))
+    assert served > 0.9 * replayed > 0.3 * 10_000
+    assert index.counters.not_admitted_blocks > 0
+
+
+def test_what_was_refused_is_visited_leaf_first_and_once() -> None:
+    """A put without room is a visit of what it wanted, its tail known; a part of a put, or no put at all, is none."""
+    seen: list[tuple[int, bool]] = []
+
+    class Spy(LruPolicy):
+        def on_refused(self, block_hash: BlockHash, *, is_tail: bool = False) -> None:
+            seen.append((block_hash[0], is_tail))
+
+    def fill(**options: bool) -> SlabIndex:
+        index = SlabIndex(2, policy=Spy(2), **options)
+        index.reserve([name(1)], writer=HolderId("other"), deadline_ns=9)
+        return index
+
+    def name(number: int) -> BlockHash:
+        return BlockHash(bytes([number]) * 32)
+
+    prompt, me = [name(2), name(3), name(4)], HolderId("me")
+    fill().reserve(prompt, writer=me, deadline_ns=9)
+    assert seen == [(4, True), (3, False)]
+    seen.clear()
+    fill().reserve(prompt, writer=me, deadline_ns=9, ends_prompt=False)
+    assert seen == [(4, False), (3, False)]
+    seen.clear()
+    fill().reserve(prompt, writer=me, deadline_ns=9, is_put=False)
+    assert seen == []
+    above_a_disk = fill(tier_below=True)
+    above_a_disk.reserve(prompt, writer=me, deadline_ns=9)
+    assert seen == [], "the writer comes again with the rest"
+    above_a_disk.reserve(prompt[1:], writer=me, deadline_ns=9, parent=prompt[0])
+    assert seen == [(4, True), (3, False)]
+
+
+def test_a_part_of_a_prompt_has_no_tail() -> None:
+    """``match`` and ``touch`` tell the policy of a tail only where the prompt ends."""
+    tails: list[bool] = []
+
+    class Spy(LruPolicy):
+        def on_hit(self, slot: int, block_hash: BlockHash, *, parent: int | None = None, is_tail: bool = False) -> None:
+            tails.append(is_tail)
+
+    index, prompt, me = SlabIndex(4, policy=Spy(4)), ids(1, 2), HolderId("me")
+    serve(index, prompt)
+    for ends_prompt in (True, False):
+        index.match(prompt, reader=me, now_ns=0, deadline_ns=9, ends_prompt=ends_prompt)
+        found = index.match(prompt[:1], reader=me, now_ns=0, deadline_ns=9, ends_prompt=False).blocks[0]
+        index.touch(prompt[0], slot=found.slot, generation=found.generation, is_tail=ends_prompt)
+    assert tails == [True, False, False, True, False, False, False, False]
+
+
+def test_a_block_whose_parent_left_is_not_the_child_of_the_next_one_there() -> None:
+    """The slot of a damaged parent is given to a stranger: that is a leaf, and its removal changes no count."""
+    policy = KopirPolicy(3)
+    root, child, stranger, leaf = ids(0, 4)
+    policy.on_insert(0, root)
+    policy.on_insert(1, child, parent=0)
+    policy.on_remove(0, root)
+    policy.check_invariants()
+    policy.on_insert(0, stranger)
+    policy.check_invariants()
+    assert list(policy.victims()) == [1, 0], "a leaf like any other, younger than the child"
+    policy.on_insert(2, leaf, parent=0)
+    policy.on_remove(1, child)
+    policy.check_invariants()
+    assert list(policy.victims()) == [2, 0], "it has a child of its own now"
+    policy.on_remove(2, leaf)
+    policy.check_invariants()
 
 
 class NaiveS3Fifo:
