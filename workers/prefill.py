@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 
 SEEN_ATTEMPTS_MAX = 4096
 HAND_OFF_DEADLINE_S = 10.0
-LOOKUP_DEADLINE_S = 1.0
+LOOKUP_DEADLINE_S = 10.0
+"""Whatever it is worth, a look-up that takes longer is stuck."""
 BLOCKS_DEADLINE_S = 30.0
 
 
@@ -297,6 +298,7 @@ class PrefillSide:
                 lambda index: self._memory.block_bytes_view(job.block_table[index]),
                 deadline_s=LOOKUP_DEADLINE_S,
                 tenant=tenant_of(spec.tenant_salt),
+                block_tokens=self._spec.block_tokens,
             )
             job.num_cached_blocks = loaded.num_loaded
             num_disk_blocks = loaded.num_from_disk
@@ -334,6 +336,8 @@ class PrefillSide:
         )
         result = await job.computed
         job.in_engine = False
+        if self._store is not None:
+            self._store.cost.computed(job.num_prompt_tokens - job.cached_tokens, job.done_ns - job.engine_started_ns)
         return result
 
     def _on_chunk(self, job: Job, computed: PrefillJob) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from kvstore.core.counters import Counters
 from kvstore.core.identity import Fingerprint
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
+from kvstore.core.load_cost import LoadCost, LoadPlan
 from kvstore.core.quota import NOBODY
 from kvstore.errors import FatalError, FingerprintMismatch, KopirError, PeerLost, ProtocolError
 from kvstore.net.channel import Channel, connect
@@ -112,6 +113,21 @@ class LoadResult:
     """Of the loaded blocks: so many were brought from another node for this load."""
 
 
+_Brought = tuple[LeasedPrefix | None, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """How long one load may wait for one tier. ``plan`` None: nobody knows what its blocks are worth."""
+
+    tier: str
+    num_blocks: int
+    block_tokens: int
+    plan: LoadPlan | None
+    began_ns: int
+    end_ns: int
+
+
 @dataclass(slots=True)
 class ClientCounters(Counters):
     """What happened since the client was made; each only grows."""
@@ -122,6 +138,8 @@ class ClientCounters(Counters):
     lease_over: int = 0
     evicted_meanwhile: int = 0
     load_deadlines: int = 0
+    loads_skipped: int = 0
+    """Tiers that were not asked, because computing would be sooner."""
     disk_blocks: int = 0
     """Loaded blocks that came up from the disk."""
     connections: int = 0
@@ -168,6 +186,8 @@ class StoreClient:
         self._reservations: set[WriteReservation] = set()
         self._owes_writes_ended = False
         self._has_lower_tier = False
+        self.cost = LoadCost()
+        """What loads from below the slab are worth; whoever computes what was not loaded tells it (``computed``)."""
         self.refusal: str = ""
         """Why the node refused this client; empty when it did not."""
         self.differing_fields: tuple[str, ...] = ()
@@ -228,6 +248,7 @@ class StoreClient:
         *,
         deadline_s: float = 2.0,
         tenant: TenantId = NOBODY,
+        block_tokens: int | None = None,
     ) -> LoadResult:
         """Copies the longest cached prefix of ``hashes`` to where ``into`` says, each block verified after its copy.
 
@@ -236,21 +257,55 @@ class StoreClient:
         charged to ``tenant``. ``into(i)`` returns a writable buffer of ``block_bytes`` bytes for ``hashes[i]``. A block
         without its digest is reported and ends the load there. No wrong byte stays: a buffer whose copy does not count
         is zeroed. Modifies: the buffers that ``into`` returned.
+
+        ``block_tokens``: a block holds so many tokens; then what is below the slab is asked for only if, and for as
+        long as, computing them would take longer (``cost``).
         """
         session = self._usable_session()
         if session is None:
             return LoadResult(0, 0, "end")
         end_ns = self._clock_ns() + int(deadline_s * 1e9)
-        result = await self._load_here(session, hashes, into, end_ns=end_ns)
-        if session.num_others and result.stopped_by in ("end", "evicted") and result.num_loaded < len(hashes):
-            result = await self._load_from_others(session, hashes, into, result, end_ns=end_ns, tenant=tenant)
+        result = await self._load_slab(session, hashes, into, end_ns=end_ns)
+        if self._has_lower_tier and _goes_on(result, hashes):
+            limit = self._limit("disk", len(hashes) - result.num_loaded, block_tokens, end_ns=end_ns)
+            if limit is not None:
+                result = await self._load_rest(session, hashes, into, start=result.num_loaded, end_ns=limit.end_ns)
+                self._learn(limit, result.num_from_disk, is_late=result.stopped_by == "deadline")
+        if session.num_others and _goes_on(result, hashes):
+            limit = self._limit("others", len(hashes) - result.num_loaded, block_tokens, end_ns=end_ns)
+            if limit is not None:
+                result = await self._load_from_others(session, hashes, into, result, limit, tenant=tenant)
         session.missed(len(hashes) - result.num_loaded)
         return result
 
-    async def _load_here(
+    def _limit(self, tier: str, num_blocks: int, block_tokens: int | None, *, end_ns: int) -> _Limit | None:
+        """Returns how long ``tier`` may be waited for; None: not at all, what it may have is computed sooner."""
+        now_ns = self._clock_ns()
+        if block_tokens is None:
+            return _Limit(tier, num_blocks, 0, None, now_ns, end_ns)
+        plan = self.cost.plan(tier, num_bytes=num_blocks * self._block_bytes, num_tokens=num_blocks * block_tokens)
+        if not plan.starts:
+            self.cost.skipped(tier)
+            self.counters.loads_skipped += 1
+            return None
+        return _Limit(tier, num_blocks, block_tokens, plan, now_ns, min(end_ns, now_ns + plan.deadline_ns))
+
+    def _learn(self, limit: _Limit, num_loaded: int, *, is_late: bool) -> None:
+        """Tells the cost model what became of a load; a miss in time says nothing."""
+        if limit.plan is None:
+            return
+        took_ns, num_tokens = self._clock_ns() - limit.began_ns, num_loaded * limit.block_tokens
+        if is_late:
+            num_bytes = limit.num_blocks * self._block_bytes
+            self.cost.abandoned(limit.tier, limit.plan, num_bytes=num_bytes, num_tokens=num_tokens, took_ns=took_ns)
+        elif num_loaded:
+            num_bytes = num_loaded * self._block_bytes
+            self.cost.loaded(limit.tier, num_bytes=num_bytes, num_tokens=num_tokens, took_ns=took_ns)
+
+    async def _load_slab(
         self, session: StoreSession, hashes: Sequence[BlockHash], into: Callable[[int], Any], *, end_ns: int
     ) -> LoadResult:
-        """Loads what this host has, from its slab and from its disk."""
+        """Loads what the slab of this host has."""
         num_matched = session.reader.prefix_blocks(hashes)
         copied: list[SlotRef] = []
         stopped_by: LoadStop = "lease_over"
@@ -258,8 +313,6 @@ class StoreClient:
             stopped_by = await self._copy_prefix(session, hashes[:num_matched], into, copied, end_ns=end_ns)
         finally:
             session.touched(copied, ends_prompt=len(copied) == len(hashes))
-        if self._has_lower_tier and stopped_by in ("end", "evicted") and len(copied) < len(hashes):
-            return await self._load_rest(session, hashes, into, start=len(copied), end_ns=end_ns)
         return LoadResult(len(copied), num_matched, stopped_by)
 
     async def _copy_prefix(
@@ -289,19 +342,20 @@ class StoreClient:
         hashes: Sequence[BlockHash],
         into: Callable[[int], Any],
         here: LoadResult,
+        limit: _Limit,
         *,
-        end_ns: int,
         tenant: TenantId,
     ) -> LoadResult:
         """Goes on after what is ``here``: has the node fetch the rest, and copies what came."""
-        start = here.num_loaded
-        deadline_s = (end_ns - self._clock_ns()) / 2e9
+        start, end_ns = here.num_loaded, limit.end_ns
+        # The other half is for the copies.
+        deadline_s = (end_ns - limit.began_ns) / 2e9
         if deadline_s <= 0:
             return here
         ask_ms = min(FETCH_MS_MAX, max(1, int(deadline_s * 1000)))
         wanted = tuple(hashes[start : start + MAX_HASHES_PER_MESSAGE])
         is_all = start + len(wanted) == len(hashes)
-        await session.call(
+        fetched = await session.call(
             lambda n: FetchMissing(n=n, hashes=wanted, deadline_ms=ask_ms, ends_prompt=is_all, tenant=tenant),
             MissingFetched,
             deadline_s=deadline_s + FETCH_MARGIN_S,
@@ -312,6 +366,8 @@ class StoreClient:
             stop = await self._copy_prefix(session, rest, lambda n: into(start + n), copied, end_ns=end_ns)
         finally:
             session.touched(copied, ends_prompt=start + len(copied) == len(hashes))
+        is_late = session.is_open if fetched is None else fetched.is_late
+        self._learn(limit, len(copied), is_late=is_late or stop == "deadline")
         num_loaded = start + len(copied)
         return LoadResult(num_loaded, start + len(rest), stop, here.num_from_disk, len(copied))
 
@@ -320,7 +376,7 @@ class StoreClient:
     ) -> LoadResult:
         """Loads what follows the first ``start`` blocks through the node, one window ahead of the copies."""
 
-        def ask(position: int) -> asyncio.Task[LeasedPrefix | None]:
+        def ask(position: int) -> asyncio.Task[_Brought]:
             window = hashes[position : position + BRING_UP_BLOCKS]
             left_s = max(0.001, (end_ns - self._clock_ns()) / 1e9)
             ends_prompt = position + len(window) == len(hashes)
@@ -333,8 +389,8 @@ class StoreClient:
         ahead, is_early = ask(position), False
         try:
             while stop is None:
-                prefix = await ahead
-                is_over = self._clock_ns() >= end_ns
+                prefix, is_late = await ahead
+                is_over = is_late or self._clock_ns() >= end_ns
                 if prefix is None and is_early and not is_over:
                     # It was asked while the blocks before it still took up the slab.
                     ahead, is_early = ask(position), False
@@ -343,7 +399,7 @@ class StoreClient:
                     stop = "deadline" if is_over else "end"
                     break
                 window_end = position + len(prefix)
-                is_early = len(prefix) == BRING_UP_BLOCKS and window_end < len(hashes)
+                is_early = len(prefix) == BRING_UP_BLOCKS and window_end < len(hashes) and not is_over
                 if is_early:
                     ahead = ask(window_end)
                 with prefix:
@@ -356,6 +412,8 @@ class StoreClient:
                         await self._let_others_run(position)
                 if stop is None and position == len(hashes):
                     stop = "end"
+                elif stop is None and is_over:
+                    stop = "deadline"
                 elif stop is None and not is_early:
                     # A slab smaller than the window gave a part: now there is room for more.
                     ahead = ask(position)
@@ -693,10 +751,15 @@ class StoreClient:
             self._owes_writes_ended = False
 
 
-def _forget(ask: asyncio.Task[LeasedPrefix | None]) -> None:
+def _goes_on(result: LoadResult, hashes: Sequence[BlockHash]) -> bool:
+    """Returns True when another tier may have what follows."""
+    return result.stopped_by in ("end", "evicted") and result.num_loaded < len(hashes)
+
+
+def _forget(ask: asyncio.Task[_Brought]) -> None:
     """Nobody waits for this ask any more: what it was given goes back, now or when the answer comes."""
     if not ask.cancel() and not ask.cancelled() and ask.exception() is None:
-        prefix = ask.result()
+        prefix, _ = ask.result()
         if prefix is not None:
             prefix.release()
 

@@ -133,17 +133,19 @@ class LowerEdge:
 
     # --- up -----------------------------------------------------------------------------------------------
 
-    async def bring_up(self, hashes: Sequence[BlockHash], *, timeout_s: float, ends_prompt: bool = True) -> None:
+    async def bring_up(self, hashes: Sequence[BlockHash], *, timeout_s: float, ends_prompt: bool = True) -> bool:
         """Brings the blocks of a prefix that are only on the disk into the slab, as far as time and room go.
 
         ``ends_prompt``: the last of ``hashes`` is the last of its prompt.
-        Returns when all are there or ``timeout_s`` is over; what is still under way then arrives later.
+        Returns True when all are settled, False when ``timeout_s`` is over; what is still under way arrives later.
         """
         prefix = self._known_prefix(hashes[:BRING_UP_BLOCKS_MAX])
         self._reserve(prefix, ends_prompt=ends_prompt and len(prefix) == len(hashes))
         waiting = [task for block_hash in prefix if (task := self._coming.get(block_hash)) is not None]
-        if waiting:
-            await asyncio.wait(waiting, timeout=timeout_s)
+        if not waiting:
+            return True
+        _, late = await asyncio.wait(waiting, timeout=timeout_s)
+        return not late
 
     def take_from_disk(self, slots: Iterable[int]) -> tuple[bool, ...]:
         """Returns for each slot whether its block came up from the disk and this is its first reader."""

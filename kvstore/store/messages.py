@@ -288,10 +288,14 @@ class OthersKnown(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
 
 class MissingFetched(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
-    """Answer to ``FetchMissing``: so many of its blocks, from the first on, were in the slab a moment ago."""
+    """Answer to ``FetchMissing``: so many of its blocks, from the first on, were in the slab a moment ago.
+
+    ``is_late``: its deadline ended the fetch.
+    """
 
     n: CallNumber
     num_blocks: Annotated[int, Meta(ge=0)]
+    is_late: bool = False
 
 
 class BlocksOffered(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -320,12 +324,16 @@ class Matched(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
 
 
 class BroughtUp(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
-    """Answer to ``BringUp``: the prefix that is in the slab now, leased. ``from_disk``: which blocks came up for it."""
+    """Answer to ``BringUp``: the prefix that is in the slab now, leased. ``from_disk``: which blocks came up for it.
+
+    ``is_late``: more was on its way when the deadline came; it arrives later.
+    """
 
     n: CallNumber
     lease_id: int | None
     blocks: MatchedBlocks
     from_disk: Annotated[tuple[bool, ...], Meta(max_length=MAX_HASHES_PER_MESSAGE)] = ()
+    is_late: bool = False
 
 
 class BlocksReserved(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):

@@ -477,12 +477,18 @@ class StoreNode:
             return nothing
         hashes = [BlockHash(block_hash) for block_hash in ask.hashes]
         self._edge.visited(hashes)
-        await self._edge.bring_up(hashes, timeout_s=ask.deadline_ms / 1e3, ends_prompt=ask.ends_prompt)
+        in_time = await self._edge.bring_up(hashes, timeout_s=ask.deadline_ms / 1e3, ends_prompt=ask.ends_prompt)
         if not session.is_open or not session.may_use_blocks:
             return nothing
         found = self._lease(session, hashes, ask.lease_ms, ends_prompt=ask.ends_prompt, counts_misses=False)
         from_disk = self._edge.take_from_disk(block.slot for block in found.blocks)
-        return BroughtUp(n=ask.n, lease_id=found.lease_id, blocks=_matched_blocks(found), from_disk=from_disk)
+        return BroughtUp(
+            n=ask.n,
+            lease_id=found.lease_id,
+            blocks=_matched_blocks(found),
+            from_disk=from_disk,
+            is_late=not in_time,
+        )
 
     def _touched(self, message: Touched) -> None:
         tails = set(message.tails)
@@ -627,16 +633,16 @@ class StoreNode:
                 tenant = self._index.tenant_of_slot(slot)
                 self._edge.committed(block_hash, slot=slot, digest=digest, tenant=tenant, origin=session.origin)
 
-        num_blocks = 0
+        num_blocks, is_late = 0, False
         if session.may_use_blocks and len(self._fetches) <= MAX_FETCHES:
-            num_blocks = await self._peers.fetch(
+            num_blocks, is_late = await self._peers.fetch(
                 [BlockHash(block_hash) for block_hash in ask.hashes],
                 tenant=TenantId(ask.tenant),
                 deadline_s=ask.deadline_ms / 1000,
                 ends_prompt=ask.ends_prompt,
                 on_committed=note,
             )
-        return MissingFetched(n=ask.n, num_blocks=num_blocks)
+        return MissingFetched(n=ask.n, num_blocks=num_blocks, is_late=is_late)
 
     def _on_others(self, num_others: int) -> None:
         for session in tuple(self._sessions.values()):

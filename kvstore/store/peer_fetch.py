@@ -130,16 +130,17 @@ class PeerFetch:
         deadline_s: float,
         ends_prompt: bool = True,
         on_committed: OnCommitted = lambda block_hash, slot, digest: None,
-    ) -> int:
+    ) -> tuple[int, bool]:
         """Brings the longest prefix of ``hashes`` that other nodes have, charged to ``tenant``.
 
         ``ends_prompt``: the last of ``hashes`` is the last of its prompt.
-        Returns how many of ``hashes`` are in the slab now, from the first on.
+        Returns how many of ``hashes`` are in the slab now, from the first on, and whether the deadline ended it.
         """
         if not hashes or self._link.num_others == 0 or self._num_fetches >= MAX_FETCHES:
-            return 0
+            return 0, False
         self._num_fetches += 1
         self.counters.fetches += 1
+        is_late = False
         fetch = _Fetch(tenant, self._clock_ns() + int(deadline_s * 1e9), ends_prompt, on_committed)
         try:
             async with asyncio.timeout(deadline_s):
@@ -148,10 +149,11 @@ class PeerFetch:
                     await self._fetch_runs(hashes, located, fetch)
                     await self._wait_for_others(hashes)
         except TimeoutError:
+            is_late = True
             self.counters.fetch_deadlines += 1
         finally:
             self._num_fetches -= 1
-        return self._num_here(hashes)
+        return self._num_here(hashes), is_late
 
     async def _wait_for_others(self, hashes: Sequence[BlockHash]) -> None:
         """Returns when nobody fetches any of these blocks any more."""

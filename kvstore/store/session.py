@@ -212,8 +212,11 @@ class StoreSession:
 
     async def bring_up(
         self, hashes: Sequence[BlockHash], *, lease_ms: int, deadline_s: float, ends_prompt: bool
-    ) -> LeasedPrefix | None:
-        """Like ``match``, of blocks that the node fetches from a lower tier first; None: none, or no answer in time."""
+    ) -> tuple[LeasedPrefix | None, bool]:
+        """Like ``match``, of blocks that the node fetches from a lower tier first.
+
+        Returns the prefix (None: there is none yet), and True when more would have come after ``deadline_s``.
+        """
         sent_ns = self.clock_ns()
         # The node stops a little earlier than we do, so that what it has done by then is not lost with its answer.
         deadline_ms = max(1, min(int(deadline_s * 900), MAX_LEASE_MS))
@@ -224,7 +227,8 @@ class StoreSession:
             BroughtUp,
             deadline_s=deadline_s,
         )
-        return self._leased(hashes, answer, sent_ns + lease_ms * 1_000_000)
+        is_late = self.is_open if answer is None else answer.is_late
+        return self._leased(hashes, answer, sent_ns + lease_ms * 1_000_000), is_late
 
     def _leased(
         self, hashes: Sequence[BlockHash], answer: Matched | BroughtUp | None, deadline_ns: int

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from mini_cluster import MiniCluster, collect, make_spec, until
 from safetensors.torch import load_file, save_file
 
 from kvstore.core.messages import GenerationSpec
+from kvstore.store.disk.file import DiskFile
 from kvstore.store.disk.layout import file_bytes
 from kvstore.store.host import DiskPlan
 
@@ -53,6 +56,34 @@ async def test_a_prompt_of_thirteen_blocks_through_a_slab_of_four(
     events = generation.machine.journal.entries
     tiers = next(event for event in events if event["event"] == "prefill_began")["cached_by_tier"]
     assert sum(tiers.values()) == NUM_PROMPT - 1 and tiers["disk"] >= 16 * (13 - HOST_BLOCKS) - 1
+
+
+async def test_a_disk_that_hangs_costs_its_grant_once(
+    make_cluster: Callable[..., MiniCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads that never end: right tokens all the same, and the next prompts do not ask the disk at all."""
+    cluster = on_disk(make_cluster(), tmp_path / "disk")
+    await cluster.start("prefill", "decode")
+    specs = [make_spec(NUM_PROMPT, salt=salt) for salt in range(1, 4)]
+    for number, spec in enumerate(specs):
+        assert await run(cluster, spec, f"req-{number}") == 0
+    await until(lambda: disk_blocks(cluster) >= 3 * 13)
+    gate, read, reads = threading.Event(), DiskFile.read, []
+
+    def hang(self: DiskFile, slot: int, into: object) -> None:
+        reads.append(slot)
+        gate.wait()
+        read(self, slot, into)
+
+    monkeypatch.setattr(DiskFile, "read", hang)
+    try:
+        assert await run(cluster, specs[0], "slow") == 0
+        asked = len(reads)
+        assert asked
+        assert await run(cluster, specs[1], "not asked") == 0
+        assert len(reads) == asked
+    finally:
+        gate.set()
 
 
 async def test_f10_other_weights_in_the_same_folder_hit_nothing(

@@ -227,6 +227,37 @@ async def test_a_slow_disk_costs_a_load_its_deadline_and_no_more(
     assert (await load(client, 1, 2, 3, 4))[0].num_loaded == 4
 
 
+async def test_a_slow_disk_is_left_alone_once_it_was_slower_than_computing(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that came late is no miss: soon nobody asks the disk any more. One that hung half way keeps its half."""
+    import threading
+
+    gate, reads, real_read = threading.Event(), [], DiskFile.read
+
+    def slow(self: DiskFile, slot: int, into: Any) -> None:
+        reads.append(slot)
+        if len(reads) > 2:
+            assert gate.wait(DEADLINE_S)
+        real_read(self, slot, into)
+
+    site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
+    client = await site.client()
+    await put_all(client, (1, 2, 3, 4))
+    await put_all_above(client, 50)
+    monkeypatch.setattr(DiskFile, "read", slow)
+    client.cost.computed(1000, 1_000_000_000)
+    buffers = [bytearray(BLOCK_BYTES) for _ in range(4)]
+    hashes = [block_hash_of(number) for number in range(1, 5)]
+    for num_loaded, stop in ((2, "deadline"), (2, "deadline"), (2, "end")):
+        result = await client.load_blocks(hashes, buffers.__getitem__, deadline_s=DEADLINE_S, block_tokens=16)
+        assert (result.num_loaded, result.stopped_by) == (num_loaded, stop)
+        assert buffers[:2] == [content(1, BLOCK_BYTES), content(2, BLOCK_BYTES)] and not any(map(any, buffers[2:]))
+    assert (len(reads), client.counters.loads_skipped, client.counters.load_deadlines) == (4, 1, 2)
+    gate.set()
+    await until(client.stat, lambda stat: stat.writing == 0)
+
+
 async def test_a_second_node_cannot_have_the_same_folder(site: Site, tmp_path: Path) -> None:
     """Refused at the start, in words that say what to do."""
     site.start_host(disk=make_plan(tmp_path / "disk"))
