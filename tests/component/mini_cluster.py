@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from cluster.config import load
 from cluster.ingress.api.backend import Ended, Generation, Interrupted, Restarted, TokenBatch
 from cluster.ingress.backend import RelayBackend
 from cluster.view import ClusterView, WorkerView
+from kernels.layout import DType
 from kvstore.core.messages import GenerationSpec, SamplingParams
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns, host_identity, new_incarnation
@@ -37,7 +38,7 @@ MAX_LEN = 512
 VOCAB = 160
 LEASE_MS = 2000
 SETTLE_S = 20.0
-FIXED = ("dtype=float32", f"max_model_len={MAX_LEN}", f"attempts.lease_ms={LEASE_MS}")
+FIXED = (f"max_model_len={MAX_LEN}", f"attempts.lease_ms={LEASE_MS}")
 
 
 def write_tiny_model(folder: Path) -> Path:
@@ -80,12 +81,14 @@ def tiny_tokenizer() -> Tokenizer:
 class MiniCluster:
     """Everything of a serve but Ray and HTTP. Workers are named ``prefill-0``, ``decode-0``, ``combined-0`` ..."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, *, dtype: DType = "float32", **settings: Any) -> None:
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        self.config = load(None, [*FIXED, *overrides])
+        self.config = load(None, [*FIXED, f"dtype={dtype}", *overrides])
         self.model = model
-        decoder = load_decoder(model, dtype="float32", max_positions=MAX_LEN)
-        self.layout = decoder.config.kv_layout(BLOCK_TOKENS, "float32")
+        self.dtype = dtype
+        decoder = load_decoder(model, dtype=dtype, max_positions=MAX_LEN)
+        self.vocab_size = decoder.config.vocab_size
+        self.layout = decoder.config.kv_layout(BLOCK_TOKENS, dtype)
         self.engine = Engine(decoder, KvPool(self.layout, MAX_LEN // BLOCK_TOKENS), threads=1)
         self.workers: dict[str, tuple[Worker, WorkerJoin]] = {}
         self.store: StoreHost | None = None
@@ -104,7 +107,7 @@ class MiniCluster:
             secret=SECRET,
             model_id="tiny",
             created=0,
-            vocab_size=VOCAB,
+            vocab_size=self.vocab_size,
             system_fingerprint="test",
             model_revision="tiny@1",
             registry=self.registry,
@@ -151,7 +154,7 @@ class MiniCluster:
             role=role,
             incarnation=new_incarnation(),
             node="node-0",
-            dtype="float32",
+            dtype=self.dtype,
             max_model_len=MAX_LEN,
             store_host=self._store_address[0],
             store_port=self._store_address[1],
@@ -167,21 +170,21 @@ class MiniCluster:
                 await asyncio.to_thread(pair[0].warm_decode_peer, decode_address(pair[1]))
         return worker
 
-    def publish_view(self) -> None:
-        """Tells the ingress who is there."""
+    def publish_view(self, *, draining: Collection[str] = ()) -> None:
+        """Tells the ingress who is there. ``draining``: names of workers that are given nothing new."""
         self._version += 1
         views = tuple(
             WorkerView(
                 worker_id=join.worker_id,
                 role=join.role,
-                state="ready",
+                state="draining" if name in draining else "ready",
                 incarnation=join.incarnation,
                 pid=join.pid,
                 node=join.node,
                 host_identity=join.host_identity,
                 pool_blocks=join.pool_blocks,
             )
-            for _, join in self.workers.values()
+            for name, (_, join) in self.workers.items()
             if join.incarnation not in self.gone
         )
         self.backend.set_view(ClusterView(version=self._version, workers=views, gone=tuple(self.gone)))
@@ -230,7 +233,7 @@ class MiniCluster:
     def golden(self, spec: GenerationSpec) -> list[int]:
         """Returns the tokens of a plain run of the engine in this thread: no cache, no batch, no hand-off."""
         tokens: list[int] = []
-        guide = None if spec.grammar is None else GuideFactory(self.model, VOCAB).guide(spec.grammar, ())
+        guide = None if spec.grammar is None else GuideFactory(self.model, self.vocab_size).guide(spec.grammar, ())
         table = range(MAX_LEN // BLOCK_TOKENS)
         logits = [step.logits for step in self.engine.prefill(spec.prompt_token_ids, table)][-1]
         position = len(spec.prompt_token_ids)

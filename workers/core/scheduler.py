@@ -102,6 +102,8 @@ class Scheduler:
     costs: StepCosts = field(default_factory=StepCosts)
     _prompts: dict[Key, _Prompt] = field(default_factory=dict)
     _streams: dict[Key, _Stream] = field(default_factory=dict)
+    _oldest_had_turn: bool = False
+    """The last step with prompts began with the oldest."""
 
     # --- events -------------------------------------------------------------------------------------------
 
@@ -141,6 +143,8 @@ class Scheduler:
         self.costs.observe(
             num_decode_rows=len(plan.decode), num_prefill_tokens=plan.num_prefill_tokens, duration_ns=duration_ns
         )
+        if plan.pieces:
+            self._oldest_had_turn = plan.pieces[0].key == next(iter(self._prompts), None)
         for piece in plan.pieces:
             if (prompt := self._prompts.get(piece.key)) is not None:
                 assert prompt.num_computed == piece.start, (prompt, piece)
@@ -202,7 +206,9 @@ class Scheduler:
         (oldest, head), *others = self._prompts.items()
         shares: dict[Key, int] = {}
         left = budget
-        if others:
+        # A step that cannot be shared goes to the oldest and to the others in turn.
+        is_shared = budget >= 2 * self.limits.granule_tokens
+        if others and (is_shared or not self._oldest_had_turn):
             half = max(self.limits.granule_tokens, budget // 2)
             shares[oldest] = self._cut(head, min(half, budget)) or min(half, budget)
             left -= shares[oldest]

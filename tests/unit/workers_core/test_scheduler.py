@@ -153,6 +153,18 @@ def test_a_stream_of_short_prompts_starves_nobody() -> None:
     assert max(waits) <= 2 * chunk_ms
 
 
+def test_steps_too_small_to_share_are_taken_in_turn() -> None:
+    """F77: with a budget of one granule the long prompt has every other step, and a short one the steps between."""
+    scheduler = make_scheduler(chunk_tokens=16)
+    machine = Machine(scheduler)
+    scheduler.add_prompt(key("long"), num_tokens=1600, num_computed=0)
+    machine.step()
+    scheduler.add_prompt(key("short"), num_tokens=20, num_computed=0)
+    scheduler.add_prompt(key("other"), num_tokens=16, num_computed=0)
+    turns = ["".join(piece.key[0] + " " for piece in machine.step().pieces) for _ in range(6)]
+    assert turns == ["other ", "long ", "short ", "long ", "short long ", "long "]
+
+
 def test_many_long_prompts_all_end_oldest_first() -> None:
     """Equal prompts: the oldest is never overtaken, and every one ends."""
     scheduler = make_scheduler(chunk_tokens=64)
