@@ -150,10 +150,10 @@ class IngressApp:
         return self._backend.view_version
 
     async def _status(self, cluster: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
-        """Returns the facts; with keys configured, a tenant sees the streams of its own only."""
+        """Returns the facts; with keys configured, a tenant sees streams and interruptions of its own only."""
         workers = await self._backend.worker_statuses()
         num_streams = len(self._backend.streams())
-        streams = self._backend.streams(None if tenant == EVERYBODY else tenant.name)
+        whose = None if tenant == EVERYBODY else tenant.name
         stores = cluster.get("store", [])
         return {
             "workers": workers,
@@ -163,5 +163,8 @@ class IngressApp:
             "controller": cluster.get("controller", {"pid": None}),
             "policy": self._backend.policy_status(),
             "leases": sum(part.get("leases", 0) for part in (*workers, *stores)),
-            "streams": streams,
+            "streams": self._backend.streams(whose),
+            "interruptions": self._backend.interruptions(whose),
+            "promises": self._metrics.promises(),
+            "tokens": self._metrics.tokens(),
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 2.0
 LAPSE_LOOKS_PER_LEASE = 20
+INTERRUPTIONS_MAX = 64
+"""Interruptions that the status shows."""
 PROGRESS_S = 0.25
 """How often the ledger is told how far running requests are."""
 
@@ -100,6 +103,8 @@ class RelayBackend(Backend):
             me=me, secret=secret, fleet=self._fleet, block_tokens=config.kv.block_tokens, clock_ns=clock_ns
         )
         self._cool = self._placement.router.cool
+        self._interruptions: deque[tuple[str, int, dict[str, Any]]] = deque(maxlen=INTERRUPTIONS_MAX)
+        """(tenant, when its books were closed, what the client was told), oldest first."""
         self._book = RecordBook(me.incarnation, lease_ms=config.attempts.lease_ms)
         rejected = self._metrics.rejected_connections
         rejected.labels("relay").set_function(lambda: self._relay.rejected)
@@ -317,6 +322,21 @@ class RelayBackend(Backend):
             if tenant in (None, request.tenant)
         ]
 
+    def interruptions(self, tenant: str | None = None) -> list[dict[str, Any]]:
+        """Returns the answers that broke here not long ago, newest first, of one tenant or of all."""
+        now_ns = self._clock_ns()
+        return [
+            {
+                "request_id": told["request_id"],
+                "reason": told["reason"],
+                "message": told["message"],
+                "delivered_output_tokens": told["delivered_output_tokens"],
+                "age_s": round((now_ns - at_ns) / 1e9, 1),
+            }
+            for owner, at_ns, told in reversed(self._interruptions)
+            if tenant in (None, owner)
+        ]
+
     # --- RelaySink ------------------------------------------------------------------------------------------------
 
     def on_link_up(self, link: WorkerLink) -> None:
@@ -334,14 +354,14 @@ class RelayBackend(Backend):
 
     def on_store_status(self, incarnation: str, counters: Mapping[str, int]) -> None:
         """Takes what a life of a store node has counted so far."""
-        self._metrics.on_report(incarnation, counters)
+        self._metrics.workers.on_store(incarnation, counters)
 
     def on_message(self, link: WorkerLink, message: Any) -> None:
         if isinstance(message, Frame):
             self._on_frame(message)
         elif isinstance(message, Status):
             self._fleet.on_status(message)
-            self._metrics.on_report(message.incarnation, message.counters)
+            self._metrics.workers.on_status(message)
         elif isinstance(message, CacheSnapshot | CacheChanged):
             self._placement.on_news(link, message)
         else:
@@ -356,7 +376,7 @@ class RelayBackend(Backend):
         for delta in frame.streams:
             request = self._by_attempt.get(delta.attempt_id)
             if request is None:
-                self._metrics.dropped_tokens.labels("unknown_attempt").inc(len(delta.token_ids))
+                self._metrics.dropped("unknown_attempt", len(delta.token_ids))
                 continue
             event = ev.TokensArrived(
                 now_ns=now_ns,
@@ -380,6 +400,9 @@ class RelayBackend(Backend):
                 role = self._role_of(request, link)
                 request.step(ev.WorkerRefused(**about, role=role, code=message.code, message=message.message))
             case PrefillStarted():
+                self._metrics.prefill_queue.observe(message.queued_ns / 1e9)
+                for tier, num_tokens in message.cached_by_tier.items():
+                    self._metrics.cached_by_tier.labels(tier).inc(num_tokens)
                 request.on_prefill_began(
                     ev.PrefillBegan(**about, cached_tokens=message.cached_tokens, cached_by_tier=message.cached_by_tier)
                 )
@@ -390,6 +413,7 @@ class RelayBackend(Backend):
                     "compute": message.compute_ns,
                     "hand_off": message.hand_off_ns,
                 }
+                self._metrics.prefill_ended(spans)
                 self._cool.succeeded(link.incarnation)
                 self._placement.on_prefill_done(link.incarnation, message, len(request.spec.prompt_token_ids))
                 request.step(ev.PrefillEnded(**about, spans_ns=spans))
@@ -546,12 +570,13 @@ class RelayBackend(Backend):
 
     def count_dropped(self, order: ev.DropTokens) -> None:
         """Counts tokens that were not handed on."""
-        self._metrics.dropped_tokens.labels(order.reason).inc(order.num_tokens)
+        self._metrics.dropped(order.reason, order.num_tokens)
 
     def closed(self, generation: RunningRequest, order: ev.Close) -> None:
         """The books of a request are closed: nothing of it runs anywhere."""
         self._metrics.account(order)
         for attempt in generation.machine.attempts:
+            self._metrics.attempt_lost(attempt.end_reason or "")
             self._by_attempt.pop(attempt.attempt_id, None)
             self._placement.prefill_ended(attempt.attempt_id, attempt.workers["prefill"].incarnation)
             for role in ev.ROLES:
@@ -565,6 +590,10 @@ class RelayBackend(Backend):
         if self._running.pop(generation.request_id, None) is None:
             return
         record = generation.record()
+        if record["interruption"] is not None:
+            self._interruptions.append(
+                (generation.tenant, self._clock_ns(), record["interruption"] | {"request_id": generation.request_id})
+            )
         self._book.ended(generation.request_id, generation.tenant, record)
         if generation.machine.phase is not Phase.FINISHED:
             logger.info("request_ended request_id=%s phase=%s", generation.request_id, record["phase"])

@@ -13,6 +13,9 @@ GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 OUTCOMES = ("finished", "interrupted", "client_gone", "failed", "rejected")
 
+CAPACITY_CODES = ("no_capacity", "not_ready", "queue_full")
+"""Error codes that say: the cluster has no room, now or at all."""
+
 
 class IngressMetrics:
     """Counters and histograms of the HTTP layer. Other parts of the ingress may add theirs to ``registry``."""
@@ -57,6 +60,56 @@ class IngressMetrics:
             buckets=GAP_BUCKETS_S,
             registry=self.registry,
         )
+
+        self.missed_deadlines = Counter(
+            "kopir_missed_deadlines",
+            "Requests that ended because their deadline had passed, before or after the first delta.",
+            registry=self.registry,
+        )
+        self.capacity_refusals = Counter(
+            "kopir_capacity_refusals",
+            "Requests that were turned away because nothing had room for them. A tenant's own limits do not count.",
+            ("code",),
+            registry=self.registry,
+        )
+        for code in CAPACITY_CODES:
+            self.capacity_refusals.labels(code)
+
+    def count_error(self, status: int, code: str | None) -> None:
+        """Counts an answer with an error status, or one that failed with it after its headers."""
+        self.errors.labels(str(status), code or "").inc()
+        if code in CAPACITY_CODES:
+            self.capacity_refusals.labels(code).inc()
+        elif code == "deadline_exceeded":
+            self.missed_deadlines.inc()
+
+    def count_interruption(self, reason: str) -> None:
+        """Counts an answer that broke after its first delta."""
+        self.interruptions.labels(reason).inc()
+        if reason == "deadline":
+            self.missed_deadlines.inc()
+
+    def promises(self) -> dict[str, int]:
+        """Returns the failures that are promised about apart from each other (row I5), each since the start."""
+        return {
+            "transport_failures": self._total("kopir_transport_failures_total"),
+            "missed_deadlines": self._total("kopir_missed_deadlines_total"),
+            "invariant_breaches": self._total("kopir_invariant_breaches_total"),
+            "capacity_refusals": self._total("kopir_capacity_refusals_total"),
+        }
+
+    def tokens(self) -> dict[str, int]:
+        """Returns what became of the tokens of closed requests: generated = delivered + discarded."""
+        return {
+            "generated_tokens": self._total("kopir_accounted_generated_tokens_total"),
+            "delivered_tokens": self._total("kopir_accounted_delivered_tokens_total"),
+            "discarded_tokens": self._total("kopir_discarded_tokens_total"),
+        }
+
+    def _total(self, name: str) -> int:
+        """Returns the sum of a counter over its labels, whoever registered it."""
+        samples = (sample for family in self.registry.collect() for sample in family.samples)
+        return int(sum(sample.value for sample in samples if sample.name == name))
 
     def render(self) -> bytes:
         """Returns the text of ``/metrics``."""

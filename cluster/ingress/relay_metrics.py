@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from cluster.core.attempt_events import Close
 from cluster.core.retry_budget import RetryBudget
+from cluster.ingress.worker_metrics import WorkerMetrics
 
-WORKERS_MAX = 4096
-"""Lives of workers and store nodes whose last report is remembered."""
-VIOLATIONS = "layout_violations."
+QUEUE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+TRANSPORT_REASONS = ("worker_exited", "network_cut", "lease_expired", "transfer_failed")
+BREACHES = ("digest", "layout", "gap", "engine_fault")
 
 
 class RelayMetrics:
@@ -46,30 +46,60 @@ class RelayMetrics:
             ("port",),
             registry=registry,
         )
-        self.layout_checks = Counter(
-            "kopir_layout_checks",
-            "Blocks that workers and stores checked against their layout.",
+        self.transport_failures = Counter(
+            "kopir_transport_failures",
+            "Attempts that were lost because a worker, a link or a transfer was.",
+            ("reason",),
             registry=registry,
         )
-        self.layout_violations = Counter(
-            "kopir_layout_violations", "What those checks found, by kind.", ("kind",), registry=registry
+        self.invariant_breaches = Counter(
+            "kopir_invariant_breaches",
+            "What must never happen and was noticed: wrong bytes, wrong layout, gaps between tokens, engine faults.",
+            ("kind",),
+            registry=registry,
         )
-        self._reported: OrderedDict[str, dict[str, int]] = OrderedDict()
+        self.cached_by_tier = Counter(
+            "kopir_cached_prompt_tokens_by_tier",
+            "Prompt tokens that were not computed, by where their KV came from.",
+            ("tier",),
+            registry=registry,
+        )
+        self.prefill_queue = Histogram(
+            "kopir_prefill_queue_seconds",
+            "From a prompt's arrival at its prefill worker to its first step.",
+            buckets=QUEUE_BUCKETS_S,
+            registry=registry,
+        )
+        self.prefill_part = Histogram(
+            "kopir_prefill_part_seconds",
+            "Time of a prefill by part: lookup, engine_queue, compute, hand_off.",
+            ("part",),
+            buckets=QUEUE_BUCKETS_S,
+            registry=registry,
+        )
+        self.workers = WorkerMetrics(registry, self.invariant_breaches)
+        for reason in TRANSPORT_REASONS:
+            self.transport_failures.labels(reason)
+        for kind in BREACHES:
+            self.invariant_breaches.labels(kind)
 
-    def on_report(self, incarnation: str, counters: Mapping[str, int]) -> None:
-        """Adds what a life of a worker or a store node has counted since its last report."""
-        before = self._reported.get(incarnation, {})
-        relevant = {name: value for name, value in counters.items() if name.startswith("layout_")}
-        self._reported[incarnation] = relevant
-        self._reported.move_to_end(incarnation)
-        if len(self._reported) > WORKERS_MAX:
-            self._reported.popitem(last=False)
-        for name, value in relevant.items():
-            added = max(0, value - before.get(name, 0))
-            if name.startswith(VIOLATIONS):
-                self.layout_violations.labels(name.removeprefix(VIOLATIONS)).inc(added)
-            elif name == "layout_checks":
-                self.layout_checks.inc(added)
+    def prefill_ended(self, spans_ns: Mapping[str, int]) -> None:
+        """Books the parts of one prefill."""
+        for part, duration_ns in spans_ns.items():
+            self.prefill_part.labels(part).observe(duration_ns / 1e9)
+
+    def dropped(self, reason: str, num_tokens: int) -> None:
+        """Books tokens that were not handed on."""
+        self.dropped_tokens.labels(reason).inc(num_tokens)
+        if reason == "gap":
+            self.invariant_breaches.labels("gap").inc()
+
+    def attempt_lost(self, reason: str) -> None:
+        """Books why an attempt ended, where that is a failure of ours."""
+        if reason in TRANSPORT_REASONS:
+            self.transport_failures.labels(reason).inc()
+        elif reason == "engine_fault":
+            self.invariant_breaches.labels("engine_fault").inc()
 
     def watch_budget(self, budget: RetryBudget) -> None:
         """Shows what a budget has counted."""

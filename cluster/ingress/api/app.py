@@ -39,6 +39,7 @@ from cluster.ingress.api.parse import ClientGone, parse, read_body
 from cluster.ingress.api.plan import AnswerPlan
 from cluster.ingress.api.schema import MAX_CHOICES, ChatRequest, CompletionRequest
 from cluster.ingress.api.services import ApiLimits, Services
+from cluster.ingress.api.status_page import status_page_routes
 from cluster.ingress.api.stream import StreamedAnswer
 from cluster.ingress.api.tenants import KeyCheck, tenant_of_scope
 from cluster.ingress.api.tokenizer import TokenizerBundle
@@ -80,6 +81,7 @@ def create_app(
             Route("/readyz", info.readyz, methods=["GET"]),
             Route("/metrics", info.metrics, methods=["GET"]),
             Route("/openapi.json", info.openapi, methods=["GET"]),
+            *status_page_routes(),
             *(Route(path, _unsupported, methods=["GET", "POST"]) for path in UNSUPPORTED_PATHS),
         ],
         exception_handlers=_error_handlers(services),
@@ -259,7 +261,7 @@ def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Any], Co
 
 
 def _count_error(services: Services, error: ApiError) -> None:
-    services.metrics.errors.labels(str(error.status), error.code or "").inc()
+    services.metrics.count_error(error.status, error.code)
 
 
 async def _unsupported(request: Request) -> Response:

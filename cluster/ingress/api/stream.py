@@ -63,7 +63,7 @@ class StreamedAnswer(Answer):
             message=error.message, type=error.type, param=error.param, code=error.code, request_id=self._request_id
         )
         self._interruption = msgspec.to_builtins(event)
-        self._services.metrics.errors.labels(str(error.status), error.code or "").inc()
+        self._services.metrics.count_error(error.status, error.code)
         await send({"type": "http.response.body", "body": error_event(event), "more_body": False})
 
     def _restarted(self, choice: Choice) -> None:
@@ -93,7 +93,7 @@ class StreamedAnswer(Answer):
             each.started.completed()
 
     async def _interrupt(self, send: Send, event: Interrupted) -> None:
-        self._services.metrics.interruptions.labels(event.reason).inc()
+        self._services.metrics.count_interruption(event.reason)
         error = InterruptionError(
             message=event.message,
             reason=event.reason,

@@ -46,4 +46,4 @@ class WholeAnswer(Answer):
 
     async def _interrupt(self, send: Send, event: Interrupted) -> None:
         """Leaves the body short of its announced length, which no client takes for an answer."""
-        self._services.metrics.interruptions.labels(event.reason).inc()
+        self._services.metrics.count_interruption(event.reason)

@@ -77,7 +77,7 @@ async def test_nothing_is_answered_without_a_good_key(
     assert world.backend.specs == []
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics"])
+@pytest.mark.parametrize("path", ["/", "/status.js", "/healthz", "/readyz", "/metrics"])
 async def test_probes_need_no_key(world: World, path: str) -> None:
     """They tell nothing of any tenant."""
     assert (await world.http.get(path)).status_code == 200
