@@ -12,7 +12,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,8 @@ RECOVERY_LIMIT_S = 2.0
 SETTLE_S = 60.0
 REQUEST_DEADLINE_S = 120.0
 WARM_UP_TOKENS = (PROMPT_TOKENS, 256)
-WARM_UP_BLOCKS = sum(WARM_UP_TOKENS) // BLOCK_TOKENS
+QUICK_WARM_UP_TOKENS = (512,)
+"""On a busy machine a cold long prompt takes tens of seconds."""
 POOL_BLOCKS = 160
 """Little more than one prompt: what is cached comes from the store, not from a pool."""
 
@@ -61,13 +62,22 @@ def run_tiers(*, quick: bool, json_path: Path | None, check: bool, seed: int, fo
         place = Path(name)
         report.rows += _disk_rows(place, num_blocks=64 if quick else 256)
         report.rows += _recovery_rows(place, repetitions=3 if quick else 5)
-        report.rows += _ttft_rows(place, seed=seed, num_prompts=3 if quick else 5)
+        report.rows += _ttft_rows(place, seed=seed, num_prompts=2 if quick else 5, quick=quick)
     medians = {row["tier"]: row["ttft_ms_p50"] for row in report.rows if row["what"] == "ttft"}
     for tier, at_least in (("host", HOST_RATIO), ("disk", DISK_RATIO)):
         report.targets.append(
             make_target(
                 f"ttft_2048_{tier}_vs_cold", ours=medians[tier], reference=medians["cold"], unit="ms",
                 at_least=at_least, smaller_is_better=True,
+            )
+        )  # fmt: skip
+    tokens = {row["tier"]: row["tokens_of_tier_min"] for row in report.rows if row["what"] == "ttft"}
+    for tier in ("host", "disk"):
+        # A prompt that was computed again in part is no hit, however fast; a miss altogether counts as one token.
+        report.targets.append(
+            make_target(
+                f"tokens_2048_from_{tier}", ours=max(1, tokens[tier]), reference=PROMPT_TOKENS - BLOCK_TOKENS,
+                unit="tokens", at_least=1.0,
             )
         )  # fmt: skip
     recovery_s = next(row["recovery_s_p50"] for row in report.rows if row["what"] == "recovery")
@@ -79,7 +89,7 @@ def run_tiers(*, quick: bool, json_path: Path | None, check: bool, seed: int, fo
     )  # fmt: skip
     ttft = [row for row in report.rows if row["what"] == "ttft"]
     report.show(
-        "Time to first token", ["tier", "prompt_tokens", "cached_tokens_min", "ttft_ms_p50", "ttft_ms_max"], ttft
+        "Time to first token", ["tier", "prompt_tokens", "tokens_of_tier_min", "ttft_ms_p50", "ttft_ms_max"], ttft
     )
     disk = [row for row in report.rows if row["what"] == "disk"]
     report.show("Disk, one block at a time", ["op", "path", "threads", "gb_per_s"], disk)
@@ -91,12 +101,14 @@ def run_tiers(*, quick: bool, json_path: Path | None, check: bool, seed: int, fo
 # --- time to first token ----------------------------------------------------------------------------------------------
 
 
-def _ttft_rows(place: Path, *, seed: int, num_prompts: int) -> list[dict[str, Any]]:
+def _ttft_rows(place: Path, *, seed: int, num_prompts: int, quick: bool) -> list[dict[str, Any]]:
     """Times prompts cold and from the host tier, restarts everything, and times them from the disk."""
     numbers = random.Random(seed)
     prompts = [[numbers.randrange(100, 48_000) for _ in range(PROMPT_TOKENS)] for _ in range(num_prompts)]
     blocks = num_prompts * (PROMPT_TOKENS // BLOCK_TOKENS)
-    size = (blocks + 2 * WARM_UP_BLOCKS + 64) * (BLOCK_BYTES + 8192)
+    warm_up = QUICK_WARM_UP_TOKENS if quick else WARM_UP_TOKENS
+    warm_up_blocks = sum(warm_up) // BLOCK_TOKENS
+    size = (blocks + 2 * warm_up_blocks + 64) * (BLOCK_BYTES + 8192)
     settings = [
         f"kv.disk_path={place / 'tier'}",
         f"kv.disk_bytes={size}",
@@ -106,17 +118,16 @@ def _ttft_rows(place: Path, *, seed: int, num_prompts: int) -> list[dict[str, An
     ]
     samples: dict[str, list[dict[str, Any]]] = {"cold": [], "host": [], "disk": []}
     with _client(settings) as client:
-        _warm_up(client, numbers)
+        _warm_up(client, numbers, warm_up)
         samples["cold"] = [_request(client, prompt) for prompt in prompts]
-        _wait_on_disk(client, blocks + WARM_UP_BLOCKS)
+        _wait_on_disk(client, blocks + warm_up_blocks)
         samples["host"] = [_request(client, prompt) for prompt in prompts]
     with _client(settings) as client:
-        _warm_up(client, numbers)
+        _warm_up(client, numbers, warm_up)
         samples["disk"] = [_request(client, prompt) for prompt in prompts]
     for tier in ("host", "disk"):
         for cold, warm in zip(samples["cold"], samples[tier], strict=True):
             assert warm["text"] == cold["text"], f"another answer from the {tier} tier"
-            assert warm["by_tier"].get(tier, 0) >= PROMPT_TOKENS - BLOCK_TOKENS, (tier, warm["by_tier"])
     return [_ttft_row(tier, found) for tier, found in samples.items()]
 
 
@@ -128,6 +139,7 @@ def _ttft_row(tier: str, samples: list[dict[str, Any]]) -> dict[str, Any]:
         "prompt_tokens": PROMPT_TOKENS,
         "requests": len(samples),
         "cached_tokens_min": min(sum(sample["by_tier"].values()) for sample in samples),
+        "tokens_of_tier_min": min(sample["by_tier"].get(tier, 0) for sample in samples),
         "ttft_ms_p50": quantile(times, 0.5),
         "ttft_ms_max": max(times),
         "lookup_ms_p50": quantile([sample["lookup_ms"] for sample in samples], 0.5),
@@ -143,9 +155,9 @@ def _client(settings: list[str]) -> Iterator[httpx.Client]:
         yield client
 
 
-def _warm_up(client: httpx.Client, numbers: random.Random) -> None:
-    """Two prompts of another kind: pages, links and caches of the processes."""
-    for num_tokens in WARM_UP_TOKENS:
+def _warm_up(client: httpx.Client, numbers: random.Random, sizes: Sequence[int]) -> None:
+    """Prompts of another kind: pages, links and caches of the processes, and what a prefill takes."""
+    for num_tokens in sizes:
         _request(client, [numbers.randrange(100, 48_000) for _ in range(num_tokens)])
 
 

@@ -87,6 +87,13 @@ class Worker:
         if command == "match":
             self._lease = await self._client.match(hashes)
             return f"matched {0 if self._lease is None else len(self._lease)}"
+        if command == "copy":
+            assert self._lease is not None
+            buffers = [bytearray(self._block_bytes) for _ in numbers]
+            copied = await self._client.load_leased(self._lease, buffers.__getitem__)
+            rights = [(content(number, self._block_bytes), bytes(self._block_bytes)) for number in numbers]
+            good = all(bytes(buffer) in right for buffer, right in zip(buffers, rights, strict=True))
+            return f"copied {copied.num_loaded} {copied.stopped_by} {'right' if good else 'WRONG'}"
         if command == "reserve":
             self._numbers = numbers
             self._reservation = await self._client.reserve(hashes)

@@ -130,6 +130,59 @@ async def test_a_stopped_writer_that_wakes_up_late_damages_nothing(site: Site) -
     assert stat.counters["refused_commits"] == 1
 
 
+async def test_f01_a_reader_that_was_stopped_beyond_its_lease_takes_nothing_for_its_blocks(site: Site) -> None:
+    """Its slots were given to other blocks meanwhile: no byte of them counts, and it can read and write as before."""
+    site.start_host(num_blocks=4)
+    client = await site.client()
+    await client.put_blocks(blocks(1, 2, 3, 4))
+    reader = await site.worker(lease_ms=300)
+    assert await reader.ask("match 1 2 3 4") == "matched 4"
+    os.kill(reader.process.pid, signal.SIGSTOP)
+    assert (await client.put_blocks(blocks(*range(10, 14)))).stored == 0, "leased blocks stay"
+    stat = await until(client.stat, lambda stat: stat.leases == 0)
+    assert stat.counters["expired_leases"] == 1 and stat.pinned == 0
+    # One prompt each: the policy has seen them before, or it would keep what it has.
+    for number in range(10, 14):
+        for _ in range(3):
+            await client.put_blocks(blocks(number))
+    await until(client.stat, lambda stat: stat.used == 4)
+    assert client.exist([block_hash_of(number) for number in (1, 2, 3, 4)]) == [False] * 4
+    os.kill(reader.process.pid, signal.SIGCONT)
+    assert await reader.ask("copy 1 2 3 4") == "copied 0 lease_over right"
+    assert await reader.ask("load 1 2 3 4") == "loaded 0 right"
+    assert await reader.ask("load 13") == "loaded 1 right"
+    stat = await until(client.stat, lambda stat: True)
+    assert (stat.leases, stat.pinned, stat.quarantined, stat.counters["corrupt_blocks"]) == (0, 0, 0, 0)
+
+
+async def test_f14_look_ups_that_are_never_fetched_leave_the_slab_as_good_as_before(site: Site) -> None:
+    """64 blocks; every prompt is matched twice and never read. "Send, flush, resend" hits in each of 200 rounds."""
+    site.start_host(num_blocks=64)
+    client, looker = await site.client(), await site.client(lease_ms=20)
+    for number in range(1, 21):
+        prompt = range(100 * number, 100 * number + 16)
+        assert (await client.put_blocks(blocks(*prompt))).lost == 0
+        for _ in range(2):
+            await looker.match([block_hash_of(one) for one in prompt])
+    last = tuple(range(9000, 9008))
+
+    async def store(prompt: tuple[int, ...]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while (await client.put_blocks(blocks(*prompt))).no_room:
+                pass
+
+    for number in range(200):
+        prompt = tuple(range(10_000 + 8 * number, 10_008 + 8 * number))
+        await until(client.stat, lambda stat: stat.pinned <= 48)
+        await store(prompt)
+        assert (await load(client, *prompt))[0].num_loaded == 8, number
+        await looker.match([block_hash_of(one) for one in prompt])
+    await store(last)
+    assert (await load(client, *last))[0].num_loaded == 8
+    stat = await until(client.stat, lambda stat: stat.leases == 0)
+    assert (stat.pinned, stat.quarantined, stat.writing) == (0, 0, 0) and stat.used == 64
+
+
 async def test_a_stopped_writer_that_is_killed_gives_its_slot_back(site: Site) -> None:
     """Proof by pidfd: quarantined while stopped, free after its death."""
     site.start_host(num_blocks=1)
