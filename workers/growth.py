@@ -207,7 +207,7 @@ class Growth:
                 for index, block_hash in enumerate(self._hashes(attempt, tokens))
             ]
             if blocks:
-                await self._store.put_blocks(blocks)
+                await self._store.put_blocks(blocks, tenant=tenant_of(attempt.request.spec.tenant_salt))
         self._pool.vacate(AttemptId(attempt.key[0]), attempt.key[1])
         attempt.slots = ()
         self._order.move(attempt.key, Holding.AWAY)

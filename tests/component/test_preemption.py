@@ -7,14 +7,17 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from mini_cluster import MiniCluster, collect, make_spec, until
+from mini_cluster import SETTLE_S, MiniCluster, collect, make_spec, until
 from transformers import LlamaForCausalLM
 
 from cluster.ingress.api.backend import TokenBatch
+from kvstore.core.quota import tenant_of
 
 MakeCluster = Callable[..., MiniCluster]
+SALT = bytes(range(32))
 
 
 async def preemptions(cluster: MiniCluster) -> int:
@@ -39,6 +42,7 @@ async def test_preempted_streams_go_on_with_the_same_tokens(
         make_spec(40, 100, salt=n, temperature=0.9 * (n % 2), seed=n, presence_penalty=0.5, repetition_penalty=1.1)
         for n in range(6)
     ]
+    specs = [msgspec.structs.replace(spec, tenant_salt=SALT) for spec in specs]
     generations = [await cluster.submit(spec, f"req-{n}") for n, spec in enumerate(specs)]
     results = await asyncio.gather(*(collect(generation) for generation in generations))
     assert [tokens for tokens, _ in results] == [cluster.golden(spec) for spec in specs]
@@ -47,6 +51,9 @@ async def test_preempted_streams_go_on_with_the_same_tokens(
     counters = [status.counters for status in (await cluster.statuses()).values()]
     assert (sum(c.get("resumed_loaded_tokens", 0) for c in counters) > 0) == with_store
     assert sum(c.get("resumed_computed_tokens", 0) for c in counters) > 0
+    worker = cluster.worker(f"{roles[-1]}-0")
+    used = await asyncio.to_thread(lambda: worker._links.run(worker._store.usage(), deadline_s=SETTLE_S))
+    assert set(used or {}) == ({tenant_of(SALT)} if with_store else set()), "what was moved out is charged to nobody"
 
 
 async def test_what_was_streamed_is_what_the_reference_would_choose(make_cluster: MakeCluster) -> None:
