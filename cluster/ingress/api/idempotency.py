@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.ingress.api.errors import Conflict, InvalidRequest, NotReady
+from cluster.ingress.api.errors import ApiError, Conflict, InvalidRequest, NotReady
 from cluster.ledger.database import LedgerUnavailable
 from cluster.ledger.key_store import KeyRow, KeyStore, interrupted_by_death
 
@@ -29,6 +29,8 @@ MAX_KEY_CHARS = 255
 MAX_REPLAY_BYTES = 4 << 20
 """A larger answer is not kept: who asks again hears that it was answered."""
 HEADER = "idempotency-key"
+_clean_ups: set[asyncio.Task[None]] = set()
+"""Clean-ups that outlive a cancelled handler; the loop alone would not keep them."""
 
 
 class KeyHold:
@@ -40,6 +42,8 @@ class KeyHold:
         self._unix_s = unix_s
         self._last: asyncio.Task[Any] | None = None
         self._was_marked = False
+        self._went_out = False
+        """Something was written to the client: the key is never free again, whatever the ledger says."""
 
     async def sent(self) -> None:
         """To be awaited before the first byte of a stream. Raises: Conflict, NotReady; then nothing may go out."""
@@ -52,6 +56,7 @@ class KeyHold:
 
         Raises: Conflict, NotReady; a whole answer may not go out then.
         """
+        self._went_out |= response is None
         if response is not None and len(response) > MAX_REPLAY_BYTES:
             await self.sent()
             response = None
@@ -60,10 +65,13 @@ class KeyHold:
 
     async def interrupted(self, interruption: dict[str, Any]) -> None:
         """The answer broke after its first byte."""
+        self._went_out = True
         await self._call(self._store.interrupt, self._row, interruption, now_ms=self._now_ms())
 
     async def release(self) -> None:
-        """Nothing went out."""
+        """Nothing went out. Changes nothing where something did."""
+        if self._went_out:
+            return
         await self._call(self._store.release, self._row)
         if self._was_marked:
             await self._call(self._store.unsend, self._row)
@@ -117,6 +125,17 @@ class IdempotencyKeys:
         row = KeyRow(
             tenant=tenant, key=key, body_digest=digest_of_body(path, body), request_id=request_id, owner=self._owner
         )
+        claiming = asyncio.ensure_future(self._claim(store, row))
+        try:
+            return await asyncio.shield(claiming)
+        except asyncio.CancelledError:
+            # The client left. The row may be written all the same, and nobody else would free it.
+            giving_up = asyncio.ensure_future(_give_up(claiming))
+            _clean_ups.add(giving_up)
+            giving_up.add_done_callback(_clean_ups.discard)
+            raise
+
+    async def _claim(self, store: KeyStore, row: KeyRow) -> KeyHold | KeyRow:
         try:
             found = await asyncio.to_thread(store.claim, row, now_ms=int(self._unix_s() * 1000))
             if found is not None:
@@ -150,6 +169,16 @@ class IdempotencyKeys:
             raise Conflict(message, code="request_finished", request_id=found.request_id)
         message = "A request with this idempotency key is under way."
         raise Conflict(message, code="request_in_progress", request_id=found.request_id)
+
+
+async def _give_up(claiming: asyncio.Future[KeyHold | KeyRow]) -> None:
+    """Frees a key that nobody waits for any more, once it is known whether it became ours."""
+    try:
+        claimed = await claiming
+        if isinstance(claimed, KeyHold):
+            await claimed.release()
+    except ApiError as error:
+        logger.info("claim_given_up error=%s", error)
 
 
 def check_key(key: str) -> None:

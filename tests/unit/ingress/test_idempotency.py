@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import openai
 import pytest
 
 from cluster.ingress.api.backend import Ended, Interrupted
-from cluster.ingress.api.errors import UpstreamFailed
-from cluster.ingress.api.idempotency import IdempotencyKeys
+from cluster.ingress.api.errors import NotReady, UpstreamFailed
+from cluster.ingress.api.idempotency import IdempotencyKeys, KeyHold
 from cluster.ledger.database import Database, LedgerUnavailable, open_database
 from cluster.ledger.key_store import KeyRow, KeyStore
 from cluster.ledger.request_store import OwnerRow, RequestStore
@@ -181,6 +182,53 @@ async def test_a_client_that_leaves_frees_the_key_or_has_broken_it(world: World,
         await asyncio.sleep(0.005)
     told = conflict(await world.http.post("/v1/completions", json=body, headers={"idempotency-key": "k1"}))
     assert told["interruption"]["reason"] == "client_gone"
+
+
+async def claim(keys: IdempotencyKeys) -> KeyHold:
+    held = await keys.claim("k1", tenant="default", request_id="req-1", path="/v1/completions", body=BODY)
+    assert isinstance(held, KeyHold)
+    return held
+
+
+async def test_a_client_that_leaves_while_its_key_is_claimed_frees_it(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row is written by a thread that no cancel reaches; it must not stand for a request that never runs."""
+    written, go_on = threading.Event(), threading.Event()
+    right = ledger.store.claim
+
+    def slow(*arguments: Any, **named: Any) -> KeyRow | None:
+        found = right(*arguments, **named)
+        written.set()
+        go_on.wait(5.0)
+        return found
+
+    monkeypatch.setattr(ledger.store, "claim", slow)
+    claiming = asyncio.create_task(claim(ledger.keys()))
+    assert await asyncio.to_thread(written.wait, 5.0)
+    claiming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await claiming
+    go_on.set()
+    async with asyncio.timeout(5.0):
+        while ledger.state("k1") is not None:
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("end", ["finished", "interrupted"])
+async def test_what_went_out_never_frees_its_key(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """The ledger is away when a stream ends and back when its handler is cancelled: the key is not given out again."""
+    held = await claim(ledger.keys())
+    await held.sent()
+
+    def away(*arguments: Any, **named: Any) -> bool:
+        raise LedgerUnavailable("away")
+
+    monkeypatch.setattr(ledger.store, "finish" if end == "finished" else "interrupt", away)
+    with pytest.raises(NotReady):
+        await (held.finished() if end == "finished" else held.interrupted({"reason": "worker_exited"}))
+    await held.release()
+    assert ledger.state("k1") == "sent"
 
 
 def orphan(ledger: Ledger, body: bytes, *, sent: bool) -> None:
