@@ -58,11 +58,15 @@ class WorkerLink:
         return self._channel.peer.host_identity
 
     def send(self, message: Any) -> bool:
-        """Sends now or not at all. Returns False when the link is down or its worker reads too slowly."""
+        """Sends now or not at all. Returns False when the link is down or its worker reads too slowly.
+
+        A link that lost a message is cut: what was lost (a credit, say) is said again only on a new one.
+        """
         try:
             self._channel.send_nowait(message)
         except (PeerLost, NoCapacity) as error:
             logger.warning("relay_send_failed worker=%s error=%s", self.worker_id, error)
+            self._channel.abort()
             return False
         return True
 
