@@ -151,6 +151,8 @@ class RunningRequest(Generation):
     def tell_cancelled(self) -> None:
         """Ends the answer of a client that still reads: the request was cancelled by its id."""
         why = "the request was cancelled"
+        # As with any interruption, what waits behind the event under way is not delivered: the books are closed.
+        self._queue.clear()
         if self.machine.first_delta_sent:
             self._put(Interrupted("cancelled", self.attempt_id, why))
         else:

@@ -152,15 +152,20 @@ async def test_a_cancel_by_id_ends_the_answer_of_its_client(make_cluster: MakeCl
     cluster = make_cluster(**{"limits.max_stream_backlog_tokens": 4})
     await cluster.start("prefill", "decode")
     generation = await cluster.submit(make_spec(40, 200))
+    num_read = 0
     if has_begun:
-        await generation.next()
+        num_read = len((await generation.next()).token_ids)
         generation.mark_first_delta()
+        generation.delivered(num_read)
+        machine = cluster.backend._running["req-1"].machine
+        await until(lambda: machine.current.num_received > num_read)
     record = await cluster.backend.cancel("req-1", tenant="t")
     assert record is not None and record["phase"] == "cancelled"
     if has_begun:
         while isinstance(event := await generation.next(), TokenBatch):
-            pass
+            num_read += len(event.token_ids)
         assert event.reason == "cancelled"
+        assert num_read == record["delivered_output_tokens"], "the client read more than the closed books say"
     else:
         with pytest.raises(UpstreamFailed, match="was cancelled"):
             while True:
