@@ -111,6 +111,16 @@ async def verify_blocks(
     )
 
 
+def skipped(ask: VerifyBlocks, index: SlabIndex, edge: LowerEdge | None) -> BlocksVerified:
+    """Returns the answer when nothing of what was asked for could be looked at."""
+    total = _num_slots(ask.tier, index, edge)
+    stop = min(total, ask.start_slot + ask.num_slots)
+    num_skipped = max(0, stop - ask.start_slot)
+    return BlocksVerified(
+        n=ask.n, num_checked=0, damaged=(), num_skipped=num_skipped, next_slot=stop if stop < total else None
+    )
+
+
 def _runs(
     ask: VerifyBlocks, stop: int, *, slab: Slab, index: SlabIndex, edge: LowerEdge | None, content: ContentChecks
 ) -> Iterator[list[SlotRecord]]:

@@ -35,7 +35,7 @@ from kvstore.store.auditor import Auditor
 from kvstore.store.content import ContentChecks
 from kvstore.store.directory_link import DirectoryLink
 from kvstore.store.disk.tier import DiskTier
-from kvstore.store.inspection import disk_stat, list_blocks, origin_of, verify_blocks
+from kvstore.store.inspection import disk_stat, list_blocks, origin_of, skipped, verify_blocks
 from kvstore.store.lower_edge import LowerEdge
 from kvstore.store.messages import (
     MAX_LEASES_LISTED,
@@ -46,7 +46,6 @@ from kvstore.store.messages import (
     AttachRefused,
     BlocksCommitted,
     BlocksReserved,
-    BlocksVerified,
     BringUp,
     BroughtUp,
     CollectGarbage,
@@ -419,10 +418,7 @@ class StoreNode:
             case ListBlocks():
                 return list_blocks(message, self._index, self._edge)
             case VerifyBlocks():
-                unread = BlocksVerified(
-                    n=message.n, num_checked=0, damaged=(), num_skipped=message.num_slots, next_slot=message.start_slot
-                )
-                self._start(session, self._verify(message), overrun=unread)
+                self._start(session, self._verify(message), overrun=skipped(message, self._index, self._edge))
             case CollectGarbage():
                 return self._collect_garbage(message.n)
             case ReleaseLease():

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 from store_process import block_hash_of, content, make_peer
@@ -15,7 +16,8 @@ from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import new_incarnation
 from kvstore.store.client import LoadResult, PutBlock, StoreClient
 from kvstore.store.host import DiskPlan, StoreHost
-from kvstore.store.messages import StoreStat
+from kvstore.store.looker import StoreLooker, look_at
+from kvstore.store.messages import BlockInfo, BlocksVerified, StoreStat, TierName
 
 BLOCK_BYTES = 5000
 SECRET = bytes(32)
@@ -123,6 +125,24 @@ async def until(look: Callable[[], Awaitable[StoreStat | None]], accept: Callabl
         if stat is not None and accept(stat):
             return stat
     raise AssertionError(f"not within {DEADLINE_S} s: {stat}")
+
+
+def looking(client: StoreClient) -> AbstractAsyncContextManager[StoreLooker]:
+    """A connection of an operator to the node of this client."""
+    assert client._address is not None
+    return look_at(*client._address, secret=SECRET)
+
+
+async def blocks_in(client: StoreClient, tier: TierName) -> list[BlockInfo]:
+    async with looking(client) as looker:
+        return [block async for block in looker.blocks(tier)]
+
+
+async def verified(client: StoreClient, tier: TierName) -> BlocksVerified:
+    """One part: a tier of at most 64 slots."""
+    async with looking(client) as looker:
+        (part,) = [part async for part in looker.verify(tier)]
+        return part
 
 
 def blocks(*numbers: int) -> list[PutBlock]:

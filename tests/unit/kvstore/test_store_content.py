@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from store_process import block_hash_of
-from store_site import BLOCK_BYTES, DEADLINE_S, Site, load, until
+from store_site import BLOCK_BYTES, DEADLINE_S, Site, blocks_in, load, until, verified
 from test_identity import make_fingerprint
 
 from kernels.layout import Coordinates, KVLayout, LayoutError, reorder_blocks
@@ -19,7 +19,7 @@ from kvstore.store.content import layout_of
 from kvstore.store.disk.file import FILE_NAME
 from kvstore.store.disk.layout import file_bytes, slots_start, stride_bytes
 from kvstore.store.host import DiskPlan, StoreHost
-from kvstore.store.messages import BlocksVerified, BlockViolation
+from kvstore.store.messages import BlockViolation
 
 LAYOUT = KVLayout(5, 5, 10, 5, "bfloat16")
 FINGERPRINT = make_fingerprint(num_layers=5, num_kv_heads=5, head_size=10, block_tokens=5)
@@ -80,12 +80,6 @@ def over_the_border(blocks: np.ndarray) -> list[dict]:
 DAMAGES: list[Damage] = [not_finite, unwritten, one_bit, swapped, other_order, over_the_border]
 
 
-async def verified(client: StoreClient, tier: str) -> BlocksVerified:
-    answer = await client.verify_blocks(tier, num_slots=64)  # type: ignore[arg-type]
-    assert answer is not None
-    return answer
-
-
 def as_expected(violation: BlockViolation, wanted: dict, slots: dict[int, int]) -> bool:
     assert violation.slot == slots[wanted["block"]] and violation.block_hash == block_hash_of(wanted["block"])
     names = [name for name in wanted if name != "block"]
@@ -120,9 +114,8 @@ def change(host: StoreHost, tmp_path: Path, tier: str, slots: dict[int, int], da
 async def test_each_damage_is_named_where_it_is(site: Site, tmp_path: Path, tier: str, damage: Damage) -> None:
     """In a slab and on a disk that are in use; damaged blocks are gone afterwards, the others stay, counts add up."""
     host, client, data = await stored(site, tmp_path)
-    listed = await client.list_blocks(tier)  # type: ignore[arg-type]
-    assert listed is not None
-    slots = {n: next(b.slot for b in listed.blocks if b.block_hash == block_hash_of(n)) for n in range(NUM_BLOCKS)}
+    listed = await blocks_in(client, tier)
+    slots = {n: next(b.slot for b in listed if b.block_hash == block_hash_of(n)) for n in range(NUM_BLOCKS)}
     clean = await verified(client, tier)
     assert (clean.num_checked, clean.num_content, clean.violations) == (NUM_BLOCKS, NUM_BLOCKS, ())
     # Damage lies in neighbouring slots; blocks are numbered as they lie.
@@ -192,9 +185,8 @@ async def test_without_a_known_layout_digests_are_compared(site: Site, tmp_path:
     host.close()
     host = site.start_host(NUM_BLOCKS, disk=DiskPlan(tmp_path / "disk", file_bytes(BLOCK_BYTES, NUM_BLOCKS)))
     nameless = await site.client(namespace="another")
-    listed = await nameless.list_blocks("disk")
-    assert listed is not None
-    slots = {n: next(b.slot for b in listed.blocks if b.block_hash == block_hash_of(n)) for n in range(NUM_BLOCKS)}
+    listed = await blocks_in(nameless, "disk")
+    slots = {n: next(b.slot for b in listed if b.block_hash == block_hash_of(n)) for n in range(NUM_BLOCKS)}
     put(data, 2, AT, NAN)
     change(host, tmp_path, "disk", slots, data)
     found = await verified(nameless, "disk")

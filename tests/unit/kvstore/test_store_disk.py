@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from store_process import block_hash_of, content
-from store_site import BLOCK_BYTES, DEADLINE_S, Site, blocks, load, until
+from store_site import BLOCK_BYTES, DEADLINE_S, Site, blocks, blocks_in, load, looking, until, verified
 
 from kvstore.core.ids import TenantId
 from kvstore.core.tiering import Demotion
-from kvstore.errors import BadInput, EnvironmentProblem
+from kvstore.errors import BadInput, EnvironmentProblem, PeerLost
 from kvstore.store.client import PutResult, StoreClient
 from kvstore.store.disk import file as disk_file
 from kvstore.store.disk.file import FILE_NAME, DiskFile
@@ -58,9 +58,8 @@ def damage(folder: Path, slot: int) -> None:
 
 
 async def slot_on_disk(client: StoreClient, number: int) -> int:
-    listed = await client.list_blocks("disk")
-    assert listed is not None
-    return next(block.slot for block in listed.blocks if block.block_hash == block_hash_of(number))
+    listed = await blocks_in(client, "disk")
+    return next(block.slot for block in listed if block.block_hash == block_hash_of(number))
 
 
 async def test_a_prefix_larger_than_the_slab_comes_back_from_the_disk(site: Site, tmp_path: Path) -> None:
@@ -138,8 +137,7 @@ async def test_damage_on_the_disk_is_a_miss_and_moves_the_disks_own_counter(site
         assert got == [content(number, BLOCK_BYTES) for number in range(1, 8)], result
     assert disk_of(host)["counters"]["damaged_blocks"] == 1 and disk_of(host)["quarantined_blocks"] == 1
     assert host.status()["counters"]["corrupt_blocks"] == client.counters.corrupt_blocks == 0
-    listed = await client.list_blocks("disk")
-    assert listed is not None and block_hash_of(8) not in [block.block_hash for block in listed.blocks]
+    assert block_hash_of(8) not in [block.block_hash for block in await blocks_in(client, "disk")]
     assert (await client.put_blocks(blocks(8))).stored == 1
     await settled(client, len(PROMPT))
     assert (await load(client, *PROMPT))[0].num_loaded == len(PROMPT)
@@ -284,15 +282,13 @@ async def test_a_tenants_quota_counts_both_tiers_and_its_oldest_disk_blocks_make
         assert result == PutResult(stored=HOST_BLOCKS)
         assert sum(host.status()["tenants"]["a"].values()) <= quota
     await until(client.stat, lambda stat: stat.tiers[-1].used_blocks >= HOST_BLOCKS)
-    listed = await client.list_blocks("disk")
-    assert listed is not None and listed.blocks and all(block.tenant == "a" for block in listed.blocks)
+    listed = await blocks_in(client, "disk")
+    assert listed and all(block.tenant == "a" for block in listed)
     (await client.put_blocks(blocks(*range(200, 204))))
     # Every one that is still there, the oldest too: what is asked for is not what leaves to make room for it.
     num_loaded = 0
-    for block in listed.blocks:
-        now = await client.list_blocks("disk")
-        assert now is not None
-        if block.block_hash in {other.block_hash for other in now.blocks}:
+    for block in listed:
+        if block.block_hash in {other.block_hash for other in await blocks_in(client, "disk")}:
             number = int.from_bytes(block.block_hash, "big")
             _, got = await load(client, number)
             assert got == [content(number, BLOCK_BYTES)]
@@ -309,22 +305,22 @@ async def test_verify_and_gc_find_damage_in_both_tiers(site: Site, tmp_path: Pat
     await put_all(client, tuple(range(1, 13)))
     damage(folder, await slot_on_disk(client, 5))
     (slab,) = tmp_path.glob("kopir-slab-*")
-    in_slab = await client.list_blocks("host")
-    assert in_slab is not None and len(in_slab.blocks) == HOST_BLOCKS and in_slab.next_slot is None
+    assert len(await blocks_in(client, "host")) == HOST_BLOCKS
     data = slab.read_bytes()
     place = data.index(content(12, BLOCK_BYTES))
     with slab.open("r+b") as file:
         file.seek(place + 100)
         file.write(b"\xff\xff")
-    on_disk = await client.verify_blocks("disk")
-    assert on_disk is not None and on_disk.num_checked == 12 and on_disk.num_skipped == 0
+    on_disk = await verified(client, "disk")
+    assert (on_disk.num_checked, on_disk.num_skipped) == (12, 0)
     assert [ref.block_hash for ref in on_disk.damaged] == [block_hash_of(5)]
-    on_host = await client.verify_blocks("host")
-    assert on_host is not None and on_host.num_checked == HOST_BLOCKS
+    on_host = await verified(client, "host")
+    assert on_host.num_checked == HOST_BLOCKS
     assert [ref.block_hash for ref in on_host.damaged] == [block_hash_of(12)]
     assert host.status()["counters"]["corrupt_blocks"] == 1 and disk_of(host)["counters"]["damaged_blocks"] == 1
-    collected = await client.collect_garbage()
-    assert collected is not None and collected.released_slots == 1 and disk_of(host)["quarantined_blocks"] == 0
+    async with looking(client) as looker:
+        assert (await looker.collect_garbage()).released_slots == 1
+    assert disk_of(host)["quarantined_blocks"] == 0
 
 
 async def test_a_put_of_what_is_there_costs_a_tenant_none_of_its_disk_blocks(site: Site, tmp_path: Path) -> None:
@@ -405,8 +401,7 @@ async def test_verifying_is_no_hit(site: Site, tmp_path: Path) -> None:
     await put_all(client, tuple(range(1, 13)))
     policy = host._node._edge.disk.index._policy  # type: ignore[union-attr]
     before = list(policy.victims())
-    verified = await client.verify_blocks("disk")
-    assert verified is not None and verified.num_checked == 12
+    assert (await verified(client, "disk")).num_checked == 12
     assert list(policy.victims()) == before
 
 
@@ -418,9 +413,8 @@ async def test_a_call_beyond_the_bound_is_answered_in_kind(
     site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
     client = await site.client()
     await put_all(client, (1, 2, 3, 4))
-    verified = await client.verify_blocks("disk", num_slots=3)
-    assert verified is not None
-    assert (verified.num_checked, verified.num_skipped, verified.next_slot) == (0, 3, 0)
+    skipped = await verified(client, "disk")
+    assert (skipped.num_checked, skipped.num_skipped, skipped.next_slot) == (0, DISK_BLOCKS, None)
     await put_all_above(client, 50)
     assert (await load(client, 1, 2))[0].num_loaded == 0
 
@@ -436,7 +430,7 @@ async def test_a_call_that_fails_ends_its_connection_and_is_one_event(
     monkeypatch.setattr("kvstore.store.node.verify_blocks", broken)
     site.start_host(HOST_BLOCKS, disk=make_plan(tmp_path / "disk"))
     client, other = await site.client(), await site.client()
-    async with asyncio.timeout(DEADLINE_S):
-        assert await client.verify_blocks("disk", deadline_s=10 * DEADLINE_S) is None
+    with pytest.raises(PeerLost):
+        await verified(client, "disk")
     assert [record.message for record in caplog.records if record.message.startswith("store_call_failed")]
     assert (await other.put_blocks(blocks(1))).stored == 1

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from store_process import block_hash_of, content
-from store_site import BLOCK_BYTES, DEADLINE_S, Site, blocks, load, until
+from store_site import BLOCK_BYTES, DEADLINE_S, Site, blocks, load, looking, until
 from test_identity import FIELD_NAMES, changed, make_fingerprint
 
 from kvstore.core.identity import prefix_hashes
@@ -175,15 +175,16 @@ async def test_leases_are_listed_with_holder_age_and_blocks(site: Site) -> None:
     await client.put_blocks(blocks(1, 2, 3))
     reader = await site.worker()
     assert await reader.ask("match 1 2 3") == "matched 3"
-    listed = await client.leases()
-    assert listed is not None and listed.num_leases == 1
-    (lease,) = listed.leases
+    async with looking(client) as looker:
+        listed = await looker.leases()
+        assert listed.num_leases == 1
+        (lease,) = listed.leases
     assert (lease.holder, lease.pid, lease.num_blocks) == ("worker", reader.process.pid, 3)
     assert 0 <= lease.age_ms < 20_000 and 0 < lease.left_ms <= 61_000
     await reader.kill()
     await until(client.stat, lambda stat: stat.leases == 0)
-    listed = await client.leases()
-    assert listed is not None and listed.leases == ()
+    async with looking(client) as looker:
+        assert (await looker.leases()).leases == ()
 
 
 async def test_the_auditor_finds_nothing_in_good_books(site: Site) -> None:

@@ -16,7 +16,7 @@ from test_identity import make_fingerprint
 from kvstore.core.identity import prefix_hashes
 from kvstore.core.ids import BlockHash
 from kvstore.net.handshake import PeerInfo
-from kvstore.store import client as client_module
+from kvstore.store import loading as loading_module
 from kvstore.store.client import LoadResult, PutBlock, PutResult, StoreClient
 from kvstore.store.node import boottime_ns
 
@@ -429,7 +429,7 @@ async def test_a_cancelled_load_leaves_no_lease_and_tells_what_it_read(
         loading[0].cancel()
         return bytearray(BLOCK_BYTES)
 
-    monkeypatch.setattr(client_module, "BYTES_PER_LOOP_STEP", BLOCK_BYTES)
+    monkeypatch.setattr(loading_module, "BYTES_PER_LOOP_STEP", BLOCK_BYTES)
     loading.append(asyncio.create_task(client.load_blocks(list(map(block_hash_of, numbers)), into)))
     with pytest.raises(asyncio.CancelledError):
         await loading[0]
