@@ -115,6 +115,8 @@ class SlabIndex:
         """Slots quarantined because their writer may still write."""
         self._condemned: set[int] = set()
         """Slots quarantined because a corrupt block in them is still pinned."""
+        self._unread: set[int] = set()
+        """Slots whose block was brought here for a reader that has not been given it yet."""
         self._leases: dict[LeaseId, ReadLease] = {}
         self._evicted: list[EvictedBlock] | None = [] if tier_below else None
         self._next_lease_id = 1
@@ -201,9 +203,19 @@ class SlabIndex:
         return evicted
 
     def commit(
-        self, block_hash: BlockHash, *, slot: int, generation: int, digest: BlockDigest, writer: HolderId
+        self,
+        block_hash: BlockHash,
+        *,
+        slot: int,
+        generation: int,
+        digest: BlockDigest,
+        writer: HolderId,
+        for_reader: bool = False,
     ) -> bool:
         """Makes a written block visible. The caller commits the blocks of one prefix leaf first.
+
+        ``for_reader``: it came from another tier or node because somebody asked for it; that they read it then is the
+        same visit.
 
         Returns False, with the block invisible, when the reservation is not (or no longer) the writer's; if its
         slot was quarantined it is free now, because a writer that commits has stopped writing.
@@ -217,6 +229,8 @@ class SlabIndex:
         self._forget_write(slot)
         self._used.insert(slot, block_hash, digest, generation)
         self._policy.on_insert(slot, block_hash, parent=self._living(write.parent), is_tail=write.is_tail)
+        if for_reader:
+            self._unread.add(slot)
         if self._announcer is not None:
             self._announcer.added(HOST_TIER, block_hash)
         self.counters.committed_blocks += 1
@@ -285,7 +299,7 @@ class SlabIndex:
             self._slots.pins[slot] += 1
             parent = slots[idx - 1] if idx else None
             is_tail = ends_prompt and idx == len(hashes) - 1
-            self._policy.on_hit(slot, hashes[idx], parent=parent, is_tail=is_tail)
+            self._hit(slot, hashes[idx], parent=parent, is_tail=is_tail)
         lease_id = LeaseId(self._next_lease_id)
         self._next_lease_id += 1
         self._leases[lease_id] = ReadLease(lease_id, reader, now_ns, deadline_ns, tuple(slots))
@@ -300,7 +314,7 @@ class SlabIndex:
         if self._slots.generation[slot] != generation or self._used.hash_at(slot) != block_hash:
             return False
         self.counters.hit_blocks += 1
-        self._policy.on_hit(slot, block_hash, is_tail=is_tail)
+        self._hit(slot, block_hash, parent=None, is_tail=is_tail)
         return True
 
     def missed(self, num_blocks: int) -> None:
@@ -454,6 +468,7 @@ class SlabIndex:
         assert all(pins[slot] == 0 for slot in self._slots.free), "a pinned slot is free"
         assert all(pins[slot] == 0 for book in (self._writing, self._abandoned) for slot in book), "pinned and writable"
         assert all(pins[slot] for slot in self._condemned), "condemned without a reader"
+        assert self._unread <= set(self._used.slots()), "unread and not there"
         self._used.check_invariants()
         self._book.check_invariants()
         charged = Counter(self._tenants.name(self._slots.tenant[slot]) for slot in everywhere if slot not in free)
@@ -502,6 +517,12 @@ class SlabIndex:
                 return slot
         return None
 
+    def _hit(self, slot: int, block_hash: BlockHash, *, parent: int | None, is_tail: bool) -> None:
+        if slot in self._unread:
+            self._unread.discard(slot)
+        else:
+            self._policy.on_hit(slot, block_hash, parent=parent, is_tail=is_tail)
+
     def _slot_of(self, block_hash: BlockHash) -> int | None:
         """Returns where a block is or is being written."""
         slot = self._used.find(block_hash)
@@ -541,6 +562,7 @@ class SlabIndex:
         block_hash = self._used.hash_at(slot)
         assert block_hash is not None, slot
         self._policy.on_remove(slot, block_hash)
+        self._unread.discard(slot)
         self._used.remove(slot)
         if self._announcer is not None:
             self._announcer.removed(HOST_TIER, block_hash)

@@ -214,7 +214,7 @@ class LowerEdge:
             if await self.disk.read(block_hash, self._slab.slot(slot)) != "ok":
                 return
             is_visible = self._index.commit(
-                block_hash, slot=slot, generation=generation, digest=record.digest, writer=HOLDER
+                block_hash, slot=slot, generation=generation, digest=record.digest, writer=HOLDER, for_reader=True
             )
             if is_visible:
                 self._origins.note(slot, origin)

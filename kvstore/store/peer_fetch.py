@@ -249,7 +249,7 @@ class PeerFetch:
             self._coming.pop(hashes[n]).set_result(None)
             if n not in arrived:
                 self._index.abort(hashes[n], writer=FETCHER, **name)
-            elif self._index.commit(hashes[n], digest=arrived[n], writer=FETCHER, **name):
+            elif self._index.commit(hashes[n], digest=arrived[n], writer=FETCHER, for_reader=True, **name):
                 self.counters.fetched_blocks += 1
                 fetch.on_committed(hashes[n], outcome.slot, arrived[n])
         self._link.poke()

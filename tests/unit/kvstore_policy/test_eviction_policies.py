@@ -144,6 +144,30 @@ def test_a_part_of_a_prompt_has_no_tail() -> None:
     assert tails == [True, False, False, True, False, False, False, False]
 
 
+def test_a_block_that_was_brought_for_a_reader_is_visited_once_by_it() -> None:
+    """Up from the disk, then read: one visit, by ``match`` or ``touch``; the next reader is another one."""
+    events: list[str] = []
+
+    class Spy(LruPolicy):
+        def on_hit(self, slot: int, block_hash: BlockHash, *, parent: int | None = None, is_tail: bool = False) -> None:
+            events.append("hit")
+
+    index, me = SlabIndex(2, policy=Spy(2)), HolderId("me")
+    for block_hash in ids(1, 2):
+        (granted,) = index.reserve([block_hash], writer=me, deadline_ns=9)
+        name = {"slot": granted.slot, "generation": granted.generation}
+        assert index.commit(block_hash, digest=BlockDigest(bytes(16)), writer=me, for_reader=True, **name)
+        for num_hits in (0, 1, 2):
+            if block_hash == ids(1, 1)[0]:
+                index.match([block_hash], reader=me, now_ns=0, deadline_ns=9)
+            else:
+                index.touch(block_hash, **name)
+            assert events == ["hit"] * num_hits
+        events.clear()
+    assert index.counters.hit_blocks == 6
+    index.check_invariants()
+
+
 def test_a_block_whose_parent_left_is_not_the_child_of_the_next_one_there() -> None:
     """The slot of a damaged parent is given to a stranger: that is a leaf, and its removal changes no count."""
     policy = KopirPolicy(3)
