@@ -4,12 +4,9 @@ Owns the ``SlabIndex`` and, through it, the truth about the slab; owns one sessi
 on this host copy blocks in the shared memory they map; the node itself touches bytes only between slab and disk, and
 to exchange blocks with other nodes (``PeerFetch``), which it finds through the directory.
 
-Life cycle of a session: handshake -> Attach -> Attached -> requests -> connection ends. At its end the read leases
-of the session are released, and slots it was still writing are quarantined until one of two things
-is certain: its process is dead (pidfd), or the same client said on a new connection that it writes nothing of the
-old one any more (``WritesEnded``). A connection that closes proves neither.
+Life cycle of a session: handshake -> Attach -> Attached -> requests -> connection ends (``kvstore.store.sessions``).
 
-Loop and clock are arguments. Limits: ``MAX_CLIENTS`` sessions, message sizes of ``kvstore.store.messages``.
+Loop and clock are arguments. Limits: sessions, slow calls, and the message sizes of ``kvstore.store.messages``.
 """
 
 from __future__ import annotations
@@ -17,33 +14,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from kvstore.core.announcer import Announcer
-from kvstore.core.disk_slots import NO_ORIGIN
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
-from kvstore.core.namespaces import EPOCH_FIELD, Namespaces, differing_texts
 from kvstore.core.quota import TenantBook
-from kvstore.core.slab_index import HOST_TIER, HolderId, LeaseId, MatchResult, SlabIndex
+from kvstore.core.slab_index import HOST_TIER, LeaseId, MatchResult, SlabIndex
 from kvstore.core.slot_states import SlotCounts
-from kvstore.errors import FingerprintMismatch, KopirError, ProtocolError
+from kvstore.errors import KopirError, ProtocolError
 from kvstore.net.channel import Channel, ChannelServer
 from kvstore.net.handshake import PeerInfo
-from kvstore.net.host import ProcessWatch, boottime_ns
+from kvstore.net.host import boottime_ns
 from kvstore.store.auditor import Auditor
 from kvstore.store.content import ContentChecks
 from kvstore.store.directory_link import DirectoryLink
 from kvstore.store.disk.tier import DiskTier
-from kvstore.store.inspection import disk_stat, list_blocks, origin_of, skipped, verify_blocks
+from kvstore.store.inspection import disk_stat, list_blocks, skipped, verify_blocks
 from kvstore.store.lower_edge import LowerEdge
 from kvstore.store.messages import (
-    MAX_LEASES_LISTED,
-    STORE_VERSION,
     AbortBlocks,
     Attach,
     Attached,
-    AttachRefused,
     BlocksCommitted,
     BlocksReserved,
     BringUp,
@@ -53,7 +44,6 @@ from kvstore.store.messages import (
     FetchBlocks,
     FetchMissing,
     GarbageCollected,
-    LeaseInfo,
     LeaseList,
     LeasesAsk,
     ListBlocks,
@@ -68,7 +58,6 @@ from kvstore.store.messages import (
     ReservedBlock,
     StatAsk,
     StoreStat,
-    Superseded,
     TierStat,
     ToClient,
     ToNode,
@@ -80,40 +69,17 @@ from kvstore.store.messages import (
 )
 from kvstore.store.peer_fetch import MAX_FETCHES, PeerFetch
 from kvstore.store.reserving import SlotReserver
+from kvstore.store.sessions import ClientSession, ClientSessions
 from kvstore.store.slab import Slab
 
 logger = logging.getLogger(__name__)
 
-MAX_CLIENTS = 1024
 MAX_SLOW_CALLS = 1024
 """Calls that wait for the disk; beyond it they are answered at once, with nothing."""
 ATTACH_DEADLINE_S = 5.0
 LEASE_DRIFT = 0.01
 LEASE_MARGIN_NS = 20_000_000
 TIMER_STEP_S = 0.01
-
-
-@dataclass(slots=True)
-class _Session:
-    """One client connection, or what is left of it while its unfinished writes are quarantined."""
-
-    holder: HolderId
-    client_id: str
-    peer: PeerInfo
-    channel: Channel
-    namespace: str | None
-    """None: the client only looks."""
-    fingerprint: dict[str, str]
-    origin: bytes = NO_ORIGIN
-    """Digest of namespace and fingerprint, which goes with the blocks to the disk."""
-    watch: ProcessWatch | None = None
-    is_open: bool = True
-    is_superseded: bool = False
-    """The namespace has another fingerprint by now."""
-
-    @property
-    def may_use_blocks(self) -> bool:
-        return self.namespace is not None and not self.is_superseded
 
 
 class StoreNode:
@@ -140,7 +106,6 @@ class StoreNode:
         self._slab = slab
         self._index = index
         self._book = TenantBook() if book is None else book
-        self._namespaces = Namespaces()
         self._auditor = Auditor(index, loop=loop, clock_ns=clock_ns)
         self._me = me
         self._loop = loop
@@ -173,8 +138,9 @@ class StoreNode:
             on_leased=self._arm_timer,
         )
         self._fetches: set[asyncio.Task[None]] = set()
-        self._sessions: dict[HolderId, _Session] = {}
-        self._num_sessions = 0
+        self._sessions = ClientSessions(
+            index, block_bytes=slab.block_bytes, me=me, loop=loop, on_fingerprint=self._content.learn
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._timer_deadline_ns = 0
 
@@ -207,8 +173,7 @@ class StoreNode:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for session in tuple(self._sessions.values()):
-            self._forget(session)
+        self._sessions.close()
         for task in tuple(self._slow_calls):
             task.cancel()
         await asyncio.gather(*self._slow_calls, return_exceptions=True)
@@ -229,7 +194,7 @@ class StoreNode:
             total=counts.total,
             pinned=counts.pinned,
             leases=self._index.num_leases,
-            clients=sum(session.is_open for session in self._sessions.values()),
+            clients=self._sessions.num_open,
             counters={
                 **self._index.counters.to_dict(),
                 **self._peers.counters.to_dict(),
@@ -266,40 +231,24 @@ class StoreNode:
 
     def leases(self, n: int = 0) -> LeaseList:
         """Returns who reads what at this moment; ``n`` is the call number to repeat."""
-        now_ns = self._clock_ns()
-        standing = self._index.leases()
-        infos = []
-        for lease in standing[:MAX_LEASES_LISTED]:
-            peer = self._sessions[lease.reader].peer
-            infos.append(
-                LeaseInfo(
-                    lease_id=lease.lease_id,
-                    holder=peer.peer_id,
-                    incarnation=peer.incarnation,
-                    pid=peer.pid,
-                    age_ms=(now_ns - lease.granted_ns) // 1_000_000,
-                    left_ms=(lease.deadline_ns - now_ns) // 1_000_000,
-                    num_blocks=len(lease.slots),
-                )
-            )
-        return LeaseList(n=n, num_leases=len(standing), leases=tuple(infos))
+        return self._sessions.lease_list(n, self._clock_ns())
 
     # --- sessions -----------------------------------------------------------------------------------------
 
     async def _on_channel(self, channel: Channel) -> None:
-        session: _Session | None = None
+        session: ClientSession | None = None
         try:
             async with asyncio.timeout(ATTACH_DEADLINE_S):
                 ask = await channel.recv()
             if not isinstance(ask, Attach):
                 raise ProtocolError(f"{type(ask).__name__} before Attach")
-            refusal = self._refusal(ask, channel.peer)
+            refusal = self._sessions.refusal(ask, channel.peer)
             if refusal is not None:
                 logger.warning("store_client_refused peer=%s field=%s", channel.peer.peer_id, refusal.field)
                 await channel.send(refusal)
                 await channel.close()
                 return
-            session = self._open_session(channel, ask)
+            session = self._sessions.open(channel, ask)
             await channel.send(self._attached(ask.n))
             if session.namespace is not None and self._link.num_others:
                 await channel.send(OthersKnown(num_others=self._link.num_others))
@@ -317,19 +266,7 @@ class StoreNode:
             logger.info("store_client_gone peer=%s error=%s", channel.peer.peer_id, error)
         finally:
             if session is not None:
-                self._end_connection(session)
-
-    def _open_session(self, channel: Channel, ask: Attach) -> _Session:
-        self._num_sessions += 1
-        holder = HolderId(f"{channel.peer.incarnation}#{self._num_sessions}")
-        namespace = None if ask.block_bytes is None else ask.namespace
-        session = _Session(holder, ask.client_id, channel.peer, channel, namespace, ask.fingerprint)
-        if namespace is not None:
-            session.origin = origin_of(namespace, ask.fingerprint)
-            self._content.learn(session.origin, ask.fingerprint)
-            session.watch = self._watch(channel.peer, holder)
-        self._sessions[holder] = session
-        return session
+                self._sessions.end_connection(session)
 
     def _attached(self, n: int) -> Attached:
         return Attached(
@@ -341,73 +278,9 @@ class StoreNode:
             has_lower_tier=self._edge is not None,
         )
 
-    def _refusal(self, ask: Attach, peer: PeerInfo) -> AttachRefused | None:
-        mine_and_theirs: dict[str, tuple[object, object]] = {"version": (STORE_VERSION, ask.version)}
-        if ask.block_bytes is not None:
-            mine_and_theirs["block_bytes"] = (self._slab.block_bytes, ask.block_bytes)
-            # The slab is shared memory: a client elsewhere could not map it, and its death could not be proved.
-            mine_and_theirs["host_identity"] = (self._me.host_identity, peer.host_identity)
-        for field, (mine, theirs) in mine_and_theirs.items():
-            if mine != theirs:
-                return AttachRefused(
-                    n=ask.n, field=field, message=f"{field} is {mine} here, {theirs} at the client"[:512]
-                )
-        if len(self._sessions) >= MAX_CLIENTS:
-            return AttachRefused(n=ask.n, field="clients", message=f"{MAX_CLIENTS} clients are connected already")
-        return None if ask.block_bytes is None else self._fingerprint_refusal(ask)
-
-    def _fingerprint_refusal(self, ask: Attach) -> AttachRefused | None:
-        differing = self._namespaces.attach(ask.namespace, ask.fingerprint)
-        if not differing:
-            return None
-        mine = self._namespaces.fingerprint(ask.namespace)
-        facts = "; ".join(
-            f"{name} is {mine.get(name)!r} here, {ask.fingerprint.get(name)!r} there" for name in differing
-        )
-        message = f"namespace {ask.namespace!r}: {FingerprintMismatch(differing)} ({facts})"
-        return AttachRefused(n=ask.n, field="fingerprint", message=message[:4096], differing_fields=differing)
-
-    def _watch(self, peer: PeerInfo, holder: HolderId) -> ProcessWatch | None:
-        """Returns a watch on the client's process; None when it cannot be had (then only its word ends quarantine)."""
-        try:
-            watch = ProcessWatch(peer.pid)
-        except (OSError, ValueError) as error:
-            logger.warning("store_client_unwatched peer=%s pid=%d error=%s", peer.peer_id, peer.pid, error)
-            return None
-        self._loop.add_reader(watch.fileno(), self._on_process_gone, holder)
-        return watch
-
-    def _on_process_gone(self, holder: HolderId) -> None:
-        session = self._sessions[holder]
-        self._index.reader_lost(holder)
-        freed = self._index.writer_dead(holder)
-        logger.info("store_client_dead peer=%s pid=%d freed_blocks=%d", session.peer.peer_id, session.peer.pid, freed)
-        session.channel.abort()
-        self._forget(session)
-
-    def _end_connection(self, session: _Session) -> None:
-        """The connection is over; the process may live on and may still be writing."""
-        if session.holder not in self._sessions:
-            return
-        session.is_open = False
-        self._index.reader_lost(session.holder)
-        quarantined = self._index.writer_lost(session.holder)
-        if self._index.has_unfinished_writes(session.holder):
-            logger.warning("store_writer_lost peer=%s quarantined_blocks=%d", session.peer.peer_id, quarantined)
-        else:
-            self._forget(session)
-
-    def _forget(self, session: _Session) -> None:
-        self._sessions.pop(session.holder, None)
-        session.is_open = False
-        if session.watch is not None:
-            self._loop.remove_reader(session.watch.fileno())
-            session.watch.close()
-            session.watch = None
-
     # --- requests -----------------------------------------------------------------------------------------
 
-    def _handle(self, session: _Session, message: ToNode) -> ToClient | None:
+    def _handle(self, session: ClientSession, message: ToNode) -> ToClient | None:
         """Carries one request out; returns its answer, if it has one."""
         match message:
             case Match():
@@ -438,9 +311,9 @@ class StoreNode:
             case ReportCorrupt():
                 self._report_corrupt(session, message)
             case WritesEnded():
-                self._writes_ended(session)
+                self._sessions.writes_ended(session)
             case UpdateWeights():
-                return self._update_weights(session, message)
+                return WeightsUpdated(n=message.n, updated=self._sessions.update_weights(session, message))
             case StatAsk():
                 return self.stat(message.n)
             case LeasesAsk():
@@ -453,7 +326,7 @@ class StoreNode:
                 raise ProtocolError(f"{type(message).__name__} where it cannot come")
         return None
 
-    def _match(self, session: _Session, ask: Match) -> Matched:
+    def _match(self, session: ClientSession, ask: Match) -> Matched:
         if not session.may_use_blocks:
             return Matched(n=ask.n, lease_id=None, blocks=())
         hashes = [BlockHash(block_hash) for block_hash in ask.hashes]
@@ -462,13 +335,13 @@ class StoreNode:
         found = self._lease(session, hashes, ask.lease_ms)
         return Matched(n=ask.n, lease_id=found.lease_id, blocks=_matched_blocks(found))
 
-    def _lease(self, session: _Session, hashes: list[BlockHash], lease_ms: int, **options: bool) -> MatchResult:
+    def _lease(self, session: ClientSession, hashes: list[BlockHash], lease_ms: int, **options: bool) -> MatchResult:
         now_ns = self._clock_ns()
         return self._index.match(
             hashes, reader=session.holder, now_ns=now_ns, deadline_ns=_deadline_ns(now_ns, lease_ms), **options
         )
 
-    async def _bring_up(self, session: _Session, ask: BringUp, nothing: BroughtUp) -> BroughtUp:
+    async def _bring_up(self, session: ClientSession, ask: BringUp, nothing: BroughtUp) -> BroughtUp:
         if self._edge is None or not session.may_use_blocks:
             return nothing
         hashes = [BlockHash(block_hash) for block_hash in ask.hashes]
@@ -497,7 +370,7 @@ class StoreNode:
             self._edge.visited([BlockHash(ref.block_hash) for ref in message.blocks])
         self._index.missed(message.num_missed)
 
-    def _reserve(self, session: _Session, ask: ReserveBlocks) -> BlocksReserved:
+    def _reserve(self, session: ClientSession, ask: ReserveBlocks) -> BlocksReserved:
         if not session.may_use_blocks:
             return BlocksReserved(n=ask.n, blocks=(ReservedBlock("no_room"),) * len(ask.hashes))
         now_ns = self._clock_ns()
@@ -513,7 +386,7 @@ class StoreNode:
             n=ask.n, blocks=tuple(ReservedBlock(o.status.value, o.slot, o.generation) for o in outcomes)
         )
 
-    def _commit(self, session: _Session, ask: CommitBlocks) -> BlocksCommitted:
+    def _commit(self, session: ClientSession, ask: CommitBlocks) -> BlocksCommitted:
         committed = []
         # Leaf first, so that the policy never takes a parent for older than its leaf.
         for block in reversed(ask.blocks):
@@ -546,18 +419,18 @@ class StoreNode:
 
     # --- what may wait for the disk -----------------------------------------------------------------------
 
-    def _start(self, session: _Session, call: Coroutine[Any, Any, ToClient], *, overrun: ToClient) -> None:
+    def _start(self, session: ClientSession, call: Coroutine[Any, Any, ToClient], *, overrun: ToClient) -> None:
         """Carries a call out beside the others of its session; beyond the bound on those the answer is ``overrun``."""
         if len(self._slow_calls) >= MAX_SLOW_CALLS:
             call.close()
             logger.warning("store_overrun peer=%s calls=%d", session.peer.peer_id, len(self._slow_calls))
-            self._tell(session, overrun)
+            self._sessions.tell(session, overrun)
             return
         task = self._loop.create_task(self._answer_later(session, call))
         self._slow_calls.add(task)
         task.add_done_callback(self._slow_calls.discard)
 
-    async def _answer_later(self, session: _Session, call: Coroutine[Any, Any, ToClient]) -> None:
+    async def _answer_later(self, session: ClientSession, call: Coroutine[Any, Any, ToClient]) -> None:
         """Answers once the call has ended. One that fails ends the connection: its client must not wait in vain."""
         try:
             answer = await call
@@ -568,7 +441,7 @@ class StoreNode:
         finally:
             self._arm_timer()
         if session.is_open:
-            self._tell(session, answer)
+            self._sessions.tell(session, answer)
 
     async def _verify(self, ask: VerifyBlocks) -> ToClient:
         return await verify_blocks(ask, slab=self._slab, index=self._index, edge=self._edge, content=self._content)
@@ -584,7 +457,7 @@ class StoreNode:
             released_slots=0 if self._edge is None else self._edge.disk.release_quarantined(),
         )
 
-    def _report_corrupt(self, session: _Session, report: ReportCorrupt) -> None:
+    def _report_corrupt(self, session: ClientSession, report: ReportCorrupt) -> None:
         ref = report.block
         self._check_slot(ref.slot)
         if self._index.report_corrupt(BlockHash(ref.block_hash), slot=ref.slot, generation=ref.generation):
@@ -592,37 +465,7 @@ class StoreNode:
                 "store_block_corrupt hash=%s slot=%d reporter=%s", ref.block_hash.hex(), ref.slot, session.peer.peer_id
             )
 
-    def _writes_ended(self, session: _Session) -> None:
-        """The client writes nothing of its earlier connections any more, which it therefore has left."""
-        for earlier in tuple(self._sessions.values()):
-            if earlier is session or _client_of(earlier) != _client_of(session):
-                continue
-            # Its end may not have been noticed here yet.
-            earlier.channel.abort()
-            self._index.reader_lost(earlier.holder)
-            freed = self._index.writer_dead(earlier.holder)
-            logger.info("store_writes_ended peer=%s freed_blocks=%d", session.peer.peer_id, freed)
-            self._forget(earlier)
-
-    def _update_weights(self, session: _Session, ask: UpdateWeights) -> WeightsUpdated:
-        """The client's weights changed: others of its namespace that still have the old ones are told so."""
-        name = session.namespace
-        if name is None or not self._namespaces.update(name, ask.fingerprint):
-            return WeightsUpdated(n=ask.n, updated=False)
-        session.fingerprint, session.is_superseded = ask.fingerprint, False
-        session.origin = origin_of(name, ask.fingerprint)
-        self._content.learn(session.origin, ask.fingerprint)
-        logger.info("store_weights_updated namespace=%s epoch=%s", name, ask.fingerprint.get(EPOCH_FIELD))
-        for other in tuple(self._sessions.values()):
-            if other.namespace != name or other is session or not other.is_open:
-                continue
-            differing = differing_texts(ask.fingerprint, other.fingerprint)
-            if differing and not other.is_superseded:
-                other.is_superseded = True
-                self._tell(other, Superseded(differing_fields=differing))
-        return WeightsUpdated(n=ask.n, updated=True)
-
-    async def _fetch_missing(self, session: _Session, ask: FetchMissing) -> MissingFetched:
+    async def _fetch_missing(self, session: ClientSession, ask: FetchMissing) -> MissingFetched:
         def note(block_hash: BlockHash, slot: int, digest: BlockDigest) -> None:
             self._content.origins.note(slot, session.origin)
             if self._edge is not None:
@@ -641,17 +484,8 @@ class StoreNode:
         return MissingFetched(n=ask.n, num_blocks=num_blocks, is_late=is_late)
 
     def _on_others(self, num_others: int) -> None:
-        for session in tuple(self._sessions.values()):
-            if session.is_open and session.namespace is not None:
-                self._tell(session, OthersKnown(num_others=num_others))
-
-    def _tell(self, session: _Session, message: ToClient) -> None:
-        """Sends what nobody asked for; a client that does not read loses its connection."""
-        try:
-            session.channel.send_nowait(message)
-        except KopirError as error:
-            logger.info("store_client_gone peer=%s error=%s", session.peer.peer_id, error)
-            session.channel.abort()
+        for session in self._sessions.users():
+            self._sessions.tell(session, OthersKnown(num_others=num_others))
 
     def _check_slot(self, slot: int) -> None:
         if slot >= self._slab.num_blocks:
@@ -673,10 +507,6 @@ class StoreNode:
         self._timer = None
         self._index.expire(self._clock_ns())
         self._arm_timer()
-
-
-def _client_of(session: _Session) -> tuple[str, str]:
-    return session.peer.incarnation, session.client_id
 
 
 def _matched_blocks(found: MatchResult) -> tuple[MatchedBlock, ...]:
