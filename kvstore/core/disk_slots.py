@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvstore.core.counters import Counters
+from kvstore.core.event_log import BlockListener
 from kvstore.core.eviction import EvictionPolicy
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 from kvstore.core.quota import TenantBook
@@ -80,10 +81,12 @@ class DiskIndex:
         book: TenantBook,
         block_bytes: int,
         recovered: Iterable[DiskBlock] = (),
+        listener: BlockListener | None = None,
     ) -> None:
         """``recovered``: what the headers of the file say. Of two copies of a block the older one counts as free.
 
-        ``policy`` is made for ``num_slots``; ``book`` is shared with the other tiers of the node.
+        ``policy`` is made for ``num_slots``; ``book`` is shared with the other tiers of the node. ``listener`` is told
+        which blocks come and go, from now on.
         """
         assert num_slots >= 1, num_slots
         self._total = num_slots
@@ -100,7 +103,9 @@ class DiskIndex:
         self._quarantined: set[int] = set()
         self._next_generation = 1
         self.counters = DiskCounters()
+        self._listener: BlockListener | None = None
         self._recover(recovered)
+        self._listener = listener
         taken = set(self._used.slots())
         # A stack, lowest slot on top: a tier that is not full stays within the beginning of its file.
         self._free = array("I", (slot for slot in range(num_slots - 1, -1, -1) if slot not in taken))
@@ -143,6 +148,8 @@ class DiskIndex:
         self._forget_write(block_hash, grant)
         self._used.insert(grant.slot, block_hash, digest, grant.generation)
         self._policy.on_insert(grant.slot, block_hash)
+        if self._listener is not None:
+            self._listener.added(DISK_TIER, block_hash)
         self.counters.committed_blocks += 1
 
     def abort(self, block_hash: BlockHash, grant: DiskGrant) -> None:
@@ -348,6 +355,8 @@ class DiskIndex:
         assert block_hash is not None, slot
         self._policy.on_remove(slot, block_hash)
         self._used.remove(slot)
+        if self._listener is not None:
+            self._listener.removed(DISK_TIER, block_hash)
 
     def _forget_write(self, block_hash: BlockHash, grant: DiskGrant) -> None:
         assert self._writing.get(block_hash) == grant, (block_hash.hex(), grant)

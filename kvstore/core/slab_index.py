@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from kvstore.core.announcer import Announcer
+from kvstore.core.event_log import BlockListener
 from kvstore.core.eviction import EvictionPolicy
 from kvstore.core.ids import BLOCK_DIGEST_BYTES, BlockDigest, BlockHash, TenantId
 from kvstore.core.quota import NOBODY, TenantBook
@@ -90,11 +90,11 @@ class SlabIndex:
         book: TenantBook | None = None,
         block_bytes: int = 1,
         tier_below: bool = False,
-        announcer: Announcer | None = None,
+        listener: BlockListener | None = None,
     ) -> None:
         """``policy`` and ``table`` must be made for ``num_slots`` slots and belong to this index alone.
 
-        ``announcer`` is told which blocks come and go.
+        ``listener`` is told which blocks come and go.
         ``book`` is shared with the other tiers of the node; each block counts ``block_bytes`` there.
         ``tier_below``: what a ``reserve`` evicts is noted for ``take_evicted``, which the owner calls after each one;
         and every block is admitted, because what this tier refuses would never reach the tier below.
@@ -107,7 +107,7 @@ class SlabIndex:
         assert self._used.num_slots == num_slots and len(self._used) == 0, (num_slots, len(self._used))
         self._book = TenantBook() if book is None else book
         self._block_bytes = block_bytes
-        self._announcer = announcer
+        self._listener = listener
         self._tenants = TenantNumbers()
         self._writing: dict[int, _Write] = {}
         self._writing_hashes: dict[BlockHash, int] = {}
@@ -231,8 +231,8 @@ class SlabIndex:
         self._policy.on_insert(slot, block_hash, parent=self._living(write.parent), is_tail=write.is_tail)
         if for_reader:
             self._unread.add(slot)
-        if self._announcer is not None:
-            self._announcer.added(HOST_TIER, block_hash)
+        if self._listener is not None:
+            self._listener.added(HOST_TIER, block_hash)
         self.counters.committed_blocks += 1
         return True
 
@@ -564,8 +564,8 @@ class SlabIndex:
         self._policy.on_remove(slot, block_hash)
         self._unread.discard(slot)
         self._used.remove(slot)
-        if self._announcer is not None:
-            self._announcer.removed(HOST_TIER, block_hash)
+        if self._listener is not None:
+            self._listener.removed(HOST_TIER, block_hash)
 
     def _leased_block(self, slot: int) -> LeasedBlock:
         return LeasedBlock(slot, self._slots.generation[slot], self._used.digest_at(slot))

@@ -21,6 +21,7 @@ import msgspec
 
 from kvstore.core.announcer import Announcer
 from kvstore.core.disk_slots import DiskIndex
+from kvstore.core.event_log import Listeners
 from kvstore.core.eviction import DEFAULT_POLICY, make_policy
 from kvstore.core.ids import TenantId
 from kvstore.core.quota import TenantBook
@@ -32,6 +33,7 @@ from kvstore.net.host import host_identity as resolve_host_identity
 from kvstore.store.disk.file import open_disk
 from kvstore.store.disk.layout import num_slots_in
 from kvstore.store.disk.tier import DiskTier
+from kvstore.store.event_feed import EventFeed
 from kvstore.store.node import StoreNode
 from kvstore.store.slab import SHM_DIR, Slab, create_slab
 
@@ -112,7 +114,8 @@ class StoreHost:
         self._thread.start()
         try:
             announcer = Announcer(needs_snapshot=True)
-            disk, disk_off = self._open_disk()
+            events = EventFeed()
+            disk, disk_off = self._open_disk(events)
             index = SlabIndex(
                 self._num_blocks,
                 policy=make_policy(self._eviction, self._num_blocks),
@@ -120,7 +123,7 @@ class StoreHost:
                 book=self._book,
                 block_bytes=self._block_bytes,
                 tier_below=disk is not None,
-                announcer=announcer,
+                listener=Listeners(announcer, events),
             )
             self._node = StoreNode(
                 self._slab,
@@ -133,6 +136,7 @@ class StoreHost:
                 disk=disk,
                 disk_off=disk_off,
                 announcer=announcer,
+                events=events,
             )
             started = self._node.start(bind_host, port, advertised_host=advertised_host)
             return asyncio.run_coroutine_threadsafe(started, self._loop).result()
@@ -140,7 +144,7 @@ class StoreHost:
             self.close()
             raise
 
-    def _open_disk(self) -> tuple[DiskTier | None, str]:
+    def _open_disk(self, events: EventFeed) -> tuple[DiskTier | None, str]:
         """Returns the disk tier, or why there is none. Raises: EnvironmentProblem if that is for a person to solve."""
         plan = self._disk
         if plan is None:
@@ -160,6 +164,7 @@ class StoreHost:
             book=self._book,
             block_bytes=self._block_bytes,
             recovered=file.recovered,
+            listener=events,
         )
         logger.info(
             "store_disk_ready folder=%s slots=%d recovered=%d torn=%d",

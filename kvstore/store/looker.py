@@ -12,7 +12,7 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvstore.errors import DeadlineExceeded, FatalError, ProtocolError
 from kvstore.net.channel import Channel, connect
@@ -26,6 +26,8 @@ from kvstore.store.messages import (
     BlockList,
     BlocksVerified,
     CollectGarbage,
+    EventList,
+    EventsAsk,
     GarbageCollected,
     LeaseList,
     LeasesAsk,
@@ -39,8 +41,26 @@ from kvstore.store.messages import (
 
 CALL_DEADLINE_S = 5.0
 VERIFY_DEADLINE_S = 60.0
+EVENTS_WAIT_MS = 1_000
+"""So long the node holds an ask for changes back when there are none."""
 
 _Reply = TypeVar("_Reply")
+
+
+class BlockSnapshot(NamedTuple):
+    """Everything a node had at change number ``sequence``: tier -> hashes."""
+
+    sequence: int
+    blocks: dict[TierName, frozenset[bytes]]
+
+
+class BlockChange(NamedTuple):
+    """Change number ``sequence`` of a node: a block came into a tier, or left it."""
+
+    sequence: int
+    tier: TierName
+    block_hash: bytes
+    is_added: bool
 
 
 class StoreLooker:
@@ -81,6 +101,25 @@ class StoreLooker:
     async def collect_garbage(self) -> GarbageCollected:
         """Ends what is overdue and puts quarantined slots of the disk back into use."""
         return await self._ask(CollectGarbage(n=next(self._numbers)), GarbageCollected)
+
+    async def changes(self, after: int | None = None) -> AsyncIterator[BlockSnapshot | BlockChange]:
+        """Yields what comes and goes, without an end; it begins where ``after``, the number of a change, had ended.
+
+        Without ``after``, or when what followed it is forgotten, a snapshot comes first: everything that is there. A
+        change after a snapshot may be in it already, and says the same.
+        """
+        while True:
+            ask = EventsAsk(n=next(self._numbers), after=after, wait_ms=EVENTS_WAIT_MS)
+            answer = await self._ask(ask, EventList, deadline_s=CALL_DEADLINE_S + EVENTS_WAIT_MS / 1000)
+            if answer.has_gap:
+                # The number is older than the list: what happens while it is read is told afterwards.
+                tiers: tuple[TierName, ...] = ("host", "disk")
+                held = {tier: frozenset([block.block_hash async for block in self.blocks(tier)]) for tier in tiers}
+                yield BlockSnapshot(answer.sequence, held)
+            first = answer.sequence - len(answer.events) + 1
+            for number, event in enumerate(answer.events, start=first):
+                yield BlockChange(number, event.tier, event.block_hash, event.is_added)
+            after = answer.sequence
 
     async def _ask(self, message: Any, reply: type[_Reply], *, deadline_s: float = CALL_DEADLINE_S) -> _Reply:
         try:

@@ -7,10 +7,10 @@ client counts its length from the moment it sent the ask, the node from the mome
 
     client -> node   Attach, Match, BringUp, ReleaseLease, Touched, ReserveBlocks, CommitBlocks, AbortBlocks,
                      ReportCorrupt, WritesEnded, UpdateWeights, StatAsk, LeasesAsk, ListBlocks, VerifyBlocks,
-                     CollectGarbage, FetchMissing
+                     CollectGarbage, EventsAsk, FetchMissing
     node -> client   Attached, AttachRefused, Superseded, Matched, BroughtUp, BlocksReserved, BlocksCommitted,
                      WeightsUpdated, StoreStat, LeaseList, BlockList, BlocksVerified, GarbageCollected, OthersKnown,
-                     MissingFetched
+                     EventList, MissingFetched
     node -> node     Attach, FetchBlocks; back: Attached, BlocksOffered, then BlockPiece until all are sent
 
 Only between nodes do the bytes of blocks travel on a channel.
@@ -30,6 +30,8 @@ MAX_LEASE_MS = 60_000
 MAX_FINGERPRINT_FIELDS = 64
 MAX_LEASES_LISTED = 1 << 16
 MAX_BLOCKS_LISTED = 4096
+MAX_EVENTS_LISTED = 4096
+EVENTS_WAIT_MS_MAX = 60_000
 MAX_BLOCKS_VERIFIED = 1024
 MAX_VIOLATIONS = 8 * MAX_BLOCKS_VERIFIED
 DEFAULT_NAMESPACE = "default"
@@ -237,6 +239,15 @@ class CollectGarbage(Struct, frozen=True, kw_only=True, tag_field="t", tag=True)
     n: CallNumber
 
 
+class EventsAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """Asks what came and left after event number ``after``; None: only for the number of the latest event."""
+
+    n: CallNumber
+    after: Annotated[int, Meta(ge=0)] | None
+    wait_ms: Annotated[int, Meta(ge=0, le=EVENTS_WAIT_MS_MAX)] = 0
+    """So long the node waits for the first one."""
+
+
 class StatAsk(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """Asks for ``StoreStat``."""
 
@@ -404,6 +415,23 @@ class BlockViolation(Struct, frozen=True, array_like=True):
     detail: Annotated[str, Meta(max_length=1024)] = ""
 
 
+class BlockEventInfo(Struct, frozen=True, array_like=True):
+    """One block came into a tier (``is_added``) or left it."""
+
+    tier: TierName
+    block_hash: Hash
+    is_added: bool
+
+
+class EventList(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """The events up to number ``sequence``, in order. ``has_gap``: some are forgotten; ``sequence`` is the latest."""
+
+    n: CallNumber
+    sequence: Annotated[int, Meta(ge=0)]
+    has_gap: bool = False
+    events: Annotated[tuple[BlockEventInfo, ...], Meta(max_length=MAX_EVENTS_LISTED)] = ()
+
+
 class BlocksVerified(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """How many blocks were read, which of them are damaged, and how many could not be read or left meanwhile."""
 
@@ -469,6 +497,7 @@ ToNode = (
     | ListBlocks
     | VerifyBlocks
     | CollectGarbage
+    | EventsAsk
     | LeasesAsk
     | Attach
     | Match
@@ -489,6 +518,7 @@ ToClient = (
     Superseded
     | BroughtUp
     | BlockList
+    | EventList
     | BlocksVerified
     | GarbageCollected
     | WeightsUpdated

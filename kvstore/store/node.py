@@ -29,6 +29,7 @@ from kvstore.store.auditor import Auditor
 from kvstore.store.content import ContentChecks
 from kvstore.store.directory_link import DirectoryLink
 from kvstore.store.disk.tier import DiskTier
+from kvstore.store.event_feed import EventFeed
 from kvstore.store.inspection import disk_stat, list_blocks, skipped, verify_blocks
 from kvstore.store.lower_edge import LowerEdge
 from kvstore.store.messages import (
@@ -41,6 +42,7 @@ from kvstore.store.messages import (
     BroughtUp,
     CollectGarbage,
     CommitBlocks,
+    EventsAsk,
     FetchBlocks,
     FetchMissing,
     GarbageCollected,
@@ -96,10 +98,11 @@ class StoreNode:
         clock_ns: Callable[[], int] = boottime_ns,
         book: TenantBook | None = None,
         announcer: Announcer | None = None,
+        events: EventFeed | None = None,
         disk: DiskTier | None = None,
         disk_off: str = "",
     ) -> None:
-        """``book`` is the one that ``index`` charges, ``announcer`` the one it tells what comes and goes.
+        """``book`` is the one that ``index`` charges, ``announcer`` and ``events`` those it tells what comes and goes.
 
         ``disk``: the tier below; ``disk_off``: why there is none.
         """
@@ -118,6 +121,7 @@ class StoreNode:
                 slab, index, disk, loop=loop, clock_ns=clock_ns, reserver=self._reserver, origins=self._content.origins
             )
         self._disk_off = disk_off
+        self._events = EventFeed() if events is None else events
         self._slow_calls: set[asyncio.Task[None]] = set()
         self._server = ChannelServer(secret=secret, me=me, decode=ToNode, on_channel=self._on_channel)
         self._link = DirectoryLink(
@@ -292,6 +296,8 @@ class StoreNode:
                 return list_blocks(message, self._index, self._edge)
             case VerifyBlocks():
                 self._start(session, self._verify(message), overrun=skipped(message, self._index, self._edge))
+            case EventsAsk():
+                self._start(session, self._events.answer(message), overrun=self._events.now(message.n))
             case CollectGarbage():
                 return self._collect_garbage(message.n)
             case ReleaseLease():
