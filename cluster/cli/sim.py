@@ -37,6 +37,9 @@ def run(
     save: Annotated[
         Path | None, typer.Option("--save", metavar="DIR", help="Write failing seeds, shrunk, as files to replay.")
     ] = None,
+    level: Annotated[
+        int, typer.Option("--level", min=1, max=2, help="1: the cores alone. 2: the real request driver over them.")
+    ] = 1,
     coverage: Annotated[bool, typer.Option("--coverage", help="Also show what the seeds reached.")] = False,
     as_json: JsonOption = False,
 ) -> int:
@@ -44,9 +47,9 @@ def run(
     first, end = parse_seeds(seeds)
     from cluster.sim import run_seeds
 
-    report = run_seeds(first, end, processes=processes)
+    report = run_seeds(first, end, processes=processes, level=level)
     if save is not None:
-        _save_failed(report, save)
+        _save_failed(report, save, level)
     if coverage and not as_json:
         _show_coverage(report)
     return _report(report, as_json=as_json)
@@ -122,12 +125,15 @@ def replay(
 
 
 @app.command(epilog="Example: kopir sim trace 16")
-def trace(seed: Annotated[int, typer.Argument(metavar="SEED", min=0)]) -> int:
+def trace(
+    seed: Annotated[int, typer.Argument(metavar="SEED", min=0)],
+    level: Annotated[int, typer.Option("--level", min=1, max=2)] = 1,
+) -> int:
     """Print the event log of one seed, times in milliseconds. Exit status 1 if a checker found a violation."""
     from cluster.sim import run_scenario
     from cluster.sim.scenario import make_scenario
 
-    result, world = run_scenario(make_scenario(seed))
+    result, world = run_scenario(make_scenario(seed), level=level)
     for now_ns, *what in world.kernel.log:
         write(f"{now_ns / 1e6:12.3f} " + " ".join(map(str, what)))
     for violation in result.violations:
@@ -148,14 +154,16 @@ def parse_seeds(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _save_failed(report: SimReport, folder: Path) -> None:
+def _save_failed(report: SimReport, folder: Path, level: int) -> None:
+    from msgspec.structs import replace
+
     from cluster.sim import save_scenario
     from cluster.sim.scenario import make_scenario
     from cluster.sim.shrink import shrink
 
     folder.mkdir(parents=True, exist_ok=True)
     for seed in report.failed_seeds:
-        save_scenario(shrink(make_scenario(seed)), folder / f"seed-{seed}.json")
+        save_scenario(shrink(replace(make_scenario(seed), level=level)), folder / f"seed-{seed}.json")
 
 
 def _show_coverage(report: SimReport) -> None:

@@ -151,6 +151,11 @@ class RequestMachine:
     def is_ended(self) -> bool:
         return self.phase in ENDS
 
+    @property
+    def is_fenced(self) -> bool:
+        """True when nothing of any attempt can be published any more."""
+        return all(attempt.is_fenced for attempt in self.attempts)
+
     def may_run_again(self) -> Verdict:
         """Answers the one question of an outage: may this input go to another replica now, and if not, why."""
         return may_run_again(
@@ -481,7 +486,7 @@ class RequestMachine:
                 out += self._fail(now_ns, status, code, self._failure[1], retryable=retryable)
                 self.journal.phase(now_ns, self.phase.value)
         told = self._told or not self.told_by_event
-        if self.is_ended and told and not self.closed and all(attempt.is_fenced for attempt in self.attempts):
+        if self.is_ended and told and not self.closed and self.is_fenced:
             self.closed = True
             generated = sum(attempt.num_generated for attempt in self.attempts)
             out.append(ev.Close(generated, self.num_delivered, self._discard_reason))

@@ -223,7 +223,7 @@ class RelayBackend(Backend):
         if client_retries:
             self._budget.charge(now_ns)
         deadline_ms = self._config.attempts.deadline_ms
-        return RequestMachine(
+        return self.make_machine(
             request_id,
             stream,
             # Whoever repeats it, the gateway or the client's library: it is the same prefill.
@@ -231,6 +231,7 @@ class RelayBackend(Backend):
             admitted_ns=now_ns,
             lease_ms=self._config.attempts.lease_ms,
             model=self._model_revision,
+            told_by_event=True,
             terms=RetryTerms(
                 num_prompt_tokens=len(spec.prompt_token_ids),
                 max_reprefill_tokens=policy.max_reprefill_tokens,
@@ -238,6 +239,14 @@ class RelayBackend(Backend):
                 budget=self._budget,
             ),
         )
+
+    def make_machine(self, request_id: str, stream: bool, **terms: Any) -> RequestMachine:
+        """Returns the machine of a new request; its fields by name. The simulator watches it by overriding this."""
+        return RequestMachine(request_id, stream, **terms)
+
+    def new_attempt_id(self) -> str:
+        """Returns an id that no attempt of any ingress has had or will have."""
+        return f"att-{secrets.token_hex(16)}"
 
     async def request_record(self, request_id: str, *, tenant: str) -> dict[str, Any] | None:
         running = self._running.get(request_id)
@@ -255,12 +264,12 @@ class RelayBackend(Backend):
         if running is None or running.tenant != tenant:
             return self._book.ended_here(request_id, tenant)
         if not running.machine.is_ended:
-            await running.cancel("cancelled")
-            running.tell_cancelled()
-        # Bounded by the lease: each side is fenced by its acknowledgement or by the end of its lease.
-        while request_id in self._running:
+            running.cancel_by_id()
+        # Bounded by the lease: each side is fenced by its acknowledgement or by the end of its lease. The client may
+        # take its time to read the end, so the books need not be closed.
+        while not running.machine.is_fenced:
             await asyncio.sleep(0.005)
-        return self._book.ended_here(request_id, tenant)
+        return self._book.ended_here(request_id, tenant) or running.record()
 
     async def _answer_sibling(self, request_id: str, tenant: str, cancel: bool) -> dict[str, Any] | None:
         """Answers another ingress about a request of this one; never asks further."""
@@ -458,7 +467,7 @@ class RelayBackend(Backend):
         if isinstance(decision, NoPair):
             generation.step(ev.NoRoute(now_ns=now_ns, message=decision.why))
             return
-        attempt_id = f"att-{secrets.token_hex(16)}"
+        attempt_id = self.new_attempt_id()
         self._by_attempt[attempt_id] = generation
         machine, pair = generation.machine, decision.pair
         self._placement.started(attempt_id, decision, generation.placed)

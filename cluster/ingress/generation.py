@@ -123,6 +123,9 @@ class RunningRequest(Generation):
             if not self._queue:
                 return await self.next()
         event = self._queue.popleft()
+        if isinstance(event, ApiError | Interrupted):
+            # Whoever asks for the next event has written the ones before: what was delivered is final.
+            self._answer_ended()
         if isinstance(event, ApiError):
             raise event
         if isinstance(event, TokenBatch):
@@ -147,9 +150,14 @@ class RunningRequest(Generation):
 
     async def cancel(self, reason: CancelReason) -> None:
         self.step(ev.ClientGone(now_ns=self._clock_ns(), reason=reason))
+        self._answer_ended()
 
-    def tell_cancelled(self) -> None:
-        """Ends the answer of a client that still reads: the request was cancelled by its id."""
+    def _answer_ended(self) -> None:
+        self.step(ev.AnswerEnded(now_ns=self._clock_ns()))
+
+    def cancel_by_id(self) -> None:
+        """Stops a request whose client still reads, and ends its answer."""
+        self.step(ev.ClientGone(now_ns=self._clock_ns(), reason="cancelled"))
         why = "the request was cancelled"
         # As with any interruption, what waits behind the event under way is not delivered: the books are closed.
         self._queue.clear()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.core.journal import replay
 from cluster.sim.decode import TOKEN_EPOCH, SimDecode
-from cluster.sim.ingress import SimIngress
+from cluster.sim.ingress import IngressProcess
 from cluster.sim.prefill import SimPrefill
 from cluster.sim.scenario import MS
 from cluster.sim.witness import Key, Witness
@@ -255,7 +255,7 @@ class NothingLeft(Witness):
         if not world.came_to_rest:
             self.violate("the cluster did not come to rest")
         for name, process in world.processes.items():
-            if isinstance(process, SimIngress):
+            if isinstance(process, IngressProcess):
                 if process.running:
                     self.violate(f"{name} still runs {sorted(process.running)}")
                 if process.num_leases:

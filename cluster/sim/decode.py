@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.sim.kernel import Life
 from cluster.sim.memory import DAMAGED, CopyEnd, answer_content
-from cluster.sim.messages import Resend
 from cluster.sim.network import Link
 from cluster.sim.scenario import MS
 from cluster.sim.witness import Key
@@ -31,6 +30,7 @@ from kvstore.core.messages import (
     HandOffDone,
     PrefillAbandoned,
     Refused,
+    Resend,
     Reserve,
     Reserved,
     StreamDelta,

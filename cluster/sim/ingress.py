@@ -6,6 +6,7 @@ stopped or killed, and its attempts lost, between the two.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from cluster.core import attempt_events as ev
@@ -14,7 +15,6 @@ from cluster.core.attempt_events import WorkerRef
 from cluster.core.routing import Candidate, CoolDown, NoPair, Pair, choose_pair
 from cluster.sim.client import Batch, Broken, Ended, Restarted, SimRequest
 from cluster.sim.kernel import Life
-from cluster.sim.messages import Resend
 from cluster.sim.network import Link
 from cluster.sim.scenario import MS, Ask
 from cluster.sim.worker import BLOCK_TOKENS, SimWorker
@@ -31,6 +31,7 @@ from kvstore.core.messages import (
     PrefillDone,
     PrefillStarted,
     Refused,
+    Resend,
     Reserve,
     Reserved,
     StreamDelta,
@@ -43,8 +44,62 @@ WRITE_NS_MAX = 4_000_000
 FENCE_STEP_NS = 100_000
 
 
-class SimIngress:
-    """One life of an ingress."""
+class IngressProcess(ABC):
+    """One life of an ingress, whatever drives it."""
+
+    life: Life
+    running: dict[str, SimRequest]
+    """Requests whose books are open."""
+    untold: dict[str, SimRequest]
+    """Requests whose clients may still wait for their ending."""
+    is_draining = False
+    """It takes nothing new and will exit."""
+
+    @property
+    @abstractmethod
+    def num_leases(self) -> int:
+        """How many attempts are granted or grantable."""
+
+    @abstractmethod
+    def submit(self, ask: Ask) -> None:
+        """A client's request arrives."""
+
+    @abstractmethod
+    def deadline_passes(self, request: SimRequest) -> None:
+        """The time of a request is over."""
+
+    @abstractmethod
+    def client_leaves(self, request: SimRequest) -> None:
+        """The client of a request goes away, or cancels it."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Takes nothing new from now on."""
+
+    @abstractmethod
+    def end_drain(self) -> None:
+        """Ends what still runs."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The run is over."""
+
+    @abstractmethod
+    def on_gone(self, incarnation: str) -> None:
+        """A worker life is proved over."""
+
+    @abstractmethod
+    def on_link_up(self, link: Link) -> None: ...
+
+    @abstractmethod
+    def on_link_down(self, link: Link) -> None: ...
+
+    @abstractmethod
+    def on_message(self, link: Link, message: Any) -> None: ...
+
+
+class SimIngress(IngressProcess):
+    """Level 1: drives the cores by itself."""
 
     def __init__(self, world: World, life: Life) -> None:
         self.world = world
@@ -52,6 +107,7 @@ class SimIngress:
         self.life = life
         self.timing = world.scenario.shape.timing
         self.running: dict[str, SimRequest] = {}
+        self.untold = self.running
         self._admission = Admission(world.scenario.shape.max_requests)
         self._by_attempt: dict[str, SimRequest] = {}
         self._links: dict[str, Link] = {}
@@ -125,12 +181,16 @@ class SimIngress:
 
     def drain(self) -> None:
         """Takes nothing new from now on."""
+        self.is_draining = True
         self._admission.drain()
 
     def end_drain(self) -> None:
         """Ends what still runs."""
         for request in tuple(self.running.values()):
             self.step(request, ev.DrainEnded(now_ns=self.now_ns))
+
+    def end(self) -> None:
+        """The run is over: nothing is left to do here."""
 
     # --- the machine ----------------------------------------------------------------------------------------------
 
@@ -165,7 +225,7 @@ class SimIngress:
             case ev.AskResend():
                 link = self._links.get(self._incarnation(request, order.attempt_id, "decode"))
                 if link is not None:
-                    link.send(self, Resend(order.attempt_id, order.epoch, order.next_index))
+                    link.send(self, Resend(attempt_id=order.attempt_id, epoch=order.epoch, next_index=order.next_index))
             case ev.RouteAgain():
                 self.world.tell("on_route_again", request)
                 request.queue.clear()

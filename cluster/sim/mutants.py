@@ -13,6 +13,10 @@ from cluster.core import attempt_events as ev
 from cluster.core.attempt_events import ROLES, Instruction
 from cluster.core.attempts import Attempt, RequestMachine
 from cluster.core.journal import Verdict
+from cluster.sim.driver_mutants import (
+    KeepsLeases,
+    NeverAsksForFramesAgain,
+)
 from cluster.sim.parts import Parts
 from cluster.sim.run import Violation, run_scenario
 from cluster.sim.scenario import make_scenario
@@ -188,10 +192,11 @@ class Mutant:
 
     parts: Parts
     expected: frozenset[str]
+    level: int = 1
 
 
 def _mutant(expected: str, **changes: Any) -> Mutant:
-    return Mutant(replace(Parts(), **changes), frozenset(expected.split()))
+    return Mutant(replace(Parts(), **changes), frozenset(expected.split()), level=2 if "driver" in changes else 1)
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -213,6 +218,8 @@ MUTANTS: dict[str, Mutant] = {
     "incarnation_reused": _mutant("NothingLeft OneHolder", fresh_incarnations=False),
     "lost_frames_not_asked_for": _mutant("NothingLeft OneEnding", machine=TrustsOldLink),
     "silence_ignored": _mutant("NothingLeft OneEnding", granter=NeverLapses),
+    "driver_asks_for_no_frames": _mutant("NothingLeft OneEnding", driver=NeverAsksForFramesAgain),
+    "driver_keeps_leases": _mutant("NothingLeft StoppedBeforeNext", driver=KeepsLeases),
 }
 """By name; ``kopir sim mutants`` runs them all."""
 
@@ -224,7 +231,7 @@ def hunt(name: str, *, seeds_max: int, first_seed: int = 0) -> Violation | None:
     """Runs seeds until an expected checker reports the planted bug; returns its report, or None."""
     mutant = MUTANTS[name]
     for seed in range(first_seed, first_seed + seeds_max):
-        for violation in run_scenario(make_scenario(seed), mutant.parts)[0].violations:
+        for violation in run_scenario(make_scenario(seed), mutant.parts, level=mutant.level)[0].violations:
             if violation.checker in mutant.expected:
                 return violation
     return None

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 
 from cluster.sim.dice import Dice
 from cluster.sim.kernel import Kernel, Life
-from cluster.sim.messages import Resend
 from cluster.sim.scenario import Chaos
-from kvstore.core.messages import BlocksPosted, Credit, Frame
+from kvstore.core.messages import BlocksPosted, Credit, Frame, Resend
 
 REDIAL_NS = 30_000_000
 BREAK_NS_MAX = 200_000_000

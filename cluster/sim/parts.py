@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cluster.core.attempts import RequestMachine
 from kvstore.core.block_pool import BlockPool
 from kvstore.core.lease import LeaseGranter, LeaseHolder
 from workers.core.hand_off import HandOffTracker
+
+if TYPE_CHECKING:
+    from cluster.sim.driver import SimBackend, WatchedMachine
 
 
 def _digests_agree(content: bytes, digest: bytes) -> bool:
@@ -30,3 +34,7 @@ class Parts:
     fresh_incarnations: bool = True
     """A restarted process has a new incarnation."""
     reservations_expire: bool = True
+    driver: type[SimBackend] | None = None
+    """Level 2: the request driver; None for the product's own."""
+    watched: type[WatchedMachine] | None = None
+    """Level 2: the request machine; None for the product's own."""

@@ -63,14 +63,17 @@ class SimReport(Struct, kw_only=True):
     log_hash: str | None = None
 
 
-def run_scenario(scenario: Scenario, parts: Parts | None = None) -> tuple[RunResult, World]:
+def run_scenario(
+    scenario: Scenario, parts: Parts | None = None, *, level: int | None = None
+) -> tuple[RunResult, World]:
     """Runs one scenario; every exception of a core or model counts as a breach. Returns the world as well."""
     witnesses: list[Witness] = [make() for make in checkers.ALL]
-    world = World(scenario, parts or Parts(), witnesses)
+    world = World(scenario, parts or Parts(), witnesses, level=level or scenario.level)
     violations: list[Violation] = []
     try:
         world.run()
     except Exception as error:
+        world.end()
         text = f"{type(error).__name__}: {error}"
         violations.append(Violation(seed=scenario.seed, checker="NoException", at_ns=world.kernel.now_ns, text=text))
     for witness in witnesses:
@@ -95,21 +98,23 @@ def run_seeds(
     progress: Callable[[int], None] | None = None,
     parts: Parts | None = None,
     processes: int = 1,
+    level: int = 1,
 ) -> SimReport:
     """Runs seeds [first, end), spread over ``processes``. ``progress`` is called with the number of seeds done.
 
+    Level 1 runs the cores alone; level 2 runs the product's request driver on a loop under virtual time.
     ``parts`` is for one process only: planted bugs are run by ``hunt``.
     """
     started_s = time.perf_counter()
     report = SimReport()
     if processes == 1:
-        _run_here(report, first, end, parts, progress)
+        _run_here(report, (first, end, level), parts, progress)
     else:
         assert parts is None, "planted bugs run in one process"
         starts = range(first, end, CHUNK_SEEDS)
         # Spawned: what is set up in this process, such as threads, must not be copied into the workers.
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            for part in pool.map(_run_chunk, ((start, min(start + CHUNK_SEEDS, end)) for start in starts)):
+            for part in pool.map(_run_chunk, ((start, min(start + CHUNK_SEEDS, end), level) for start in starts)):
                 _merge(report, part)
                 if progress is not None:
                     progress(report.seeds)
@@ -117,18 +122,19 @@ def run_seeds(
     return report
 
 
-def _run_chunk(seeds: tuple[int, int]) -> SimReport:
+def _run_chunk(seeds: tuple[int, int, int]) -> SimReport:
     report = SimReport()
-    _run_here(report, *seeds, None, None)
+    _run_here(report, seeds, None, None)
     return report
 
 
 def _run_here(
-    report: SimReport, first: int, end: int, parts: Parts | None, progress: Callable[[int], None] | None
+    report: SimReport, seeds: tuple[int, int, int], parts: Parts | None, progress: Callable[[int], None] | None
 ) -> None:
+    first, end, level = seeds
     started_s = time.process_time()
     for seed in range(first, end):
-        _add(report, seed, run_scenario(make_scenario(seed), parts)[0])
+        _add(report, seed, run_scenario(make_scenario(seed), parts, level=level)[0])
         if progress is not None:
             progress(report.seeds)
     report.cpu_seconds += time.process_time() - started_s

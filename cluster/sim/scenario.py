@@ -175,6 +175,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
     faults: tuple[AnyFault, ...]
     heal_at_ns: int
     aims: tuple[Aim, ...] = ()
+    level: int = 1
+    """1: the cores alone; 2: the product's request driver over them."""
     mutant: str | None = None
     """A planted bug (``cluster.sim.mutants``), when the case shows one."""
 

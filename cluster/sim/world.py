@@ -16,8 +16,8 @@ from cluster.sim.client import SimRequest
 from cluster.sim.coverage import cell_of, is_needed
 from cluster.sim.decode import SimDecode
 from cluster.sim.dice import Dice
-from cluster.sim.ingress import SimIngress
-from cluster.sim.kernel import Kernel, Life
+from cluster.sim.ingress import IngressProcess, SimIngress
+from cluster.sim.kernel import EVENTS_MAX, Kernel, Life
 from cluster.sim.memory import Copies, block_content
 from cluster.sim.network import Network
 from cluster.sim.parts import Parts
@@ -47,18 +47,21 @@ CLOCK_OFFSET_NS_MAX = 10**15
 REST_WAIT_NS = 60_000 * MS
 """Within this after the heal, everything must have come to rest."""
 PROBE_WAIT_NS = 60_000 * MS
+SETTLE_STEP_NS = 100 * MS
+SETTLE_STEPS = 3
+"""Nothing is held at so many looks in a row: links are back meanwhile, and what was under way has arrived."""
 PROBE_NUMBER = 1000
 PROBES_MAX = 40
 EVENTS_MIN = 200
 """A seed whose requests were all refused is probed until it is a run of this size."""
 
-Process = SimIngress | SimPrefill | SimDecode
+Process = IngressProcess | SimPrefill | SimDecode
 
 
 class World:
     """One scenario, running."""
 
-    def __init__(self, scenario: Scenario, parts: Parts, witnesses: list[Witness]) -> None:
+    def __init__(self, scenario: Scenario, parts: Parts, witnesses: list[Witness], *, level: int = 1) -> None:
         self.scenario = scenario
         self.parts = parts
         self.kernel = Kernel()
@@ -80,6 +83,10 @@ class World:
         self._contents: dict[tuple[int, int], bytes] = {}
         self._aims = Aims(self, scenario.aims)
         self.num_probes = 0
+        self._level = level
+        self._ingress_lives: list[IngressProcess] = []
+        """Every life: what a dead one had not finished must not unwind before the run is over."""
+        self._is_over = False
 
     # --- the run --------------------------------------------------------------------------------------------------
 
@@ -95,17 +102,24 @@ class World:
             self.kernel.at(fault.at_ns, None, self.strike, fault)
         self.kernel.run(until_ns=self.scenario.heal_at_ns)
         self._heal()
-        self.came_to_rest = self.kernel.run(until_ns=self.kernel.now_ns + REST_WAIT_NS)
+        self.came_to_rest = self._settle(REST_WAIT_NS)
         while not self.num_probes or (self.kernel.num_events < EVENTS_MIN and self.num_probes < PROBES_MAX):
             self._probe()
-            self.came_to_rest &= self.kernel.run(until_ns=self.kernel.now_ns + PROBE_WAIT_NS)
+            self.came_to_rest &= self._settle(PROBE_WAIT_NS)
         for witness in self._witnesses.all:
             witness.now_ns = self.kernel.now_ns
             witness.at_rest(self)
+        self.end()
+
+    def end(self) -> None:
+        """The run is over: what is left of it is thrown away and tells nobody anything."""
+        self._is_over = True
+        for process in self._ingress_lives:
+            process.end()
 
     def _submit(self, ask: Ask) -> None:
         ingress = self.processes[f"i{ask.ingress}"]
-        assert isinstance(ingress, SimIngress), ingress
+        assert isinstance(ingress, IngressProcess), ingress
         if not ingress.life.dead:
             # The client's bytes reach the process when it runs again, if it is stopped.
             self.kernel.at(0, ingress.life, ingress.submit, ask)
@@ -126,6 +140,40 @@ class World:
             self.num_probes += 1
             self._submit(ask)
 
+    def _settle(self, within_ns: int) -> bool:
+        """Runs until nothing moves any more. Returns False when something still does after ``within_ns``."""
+        if self._level == 1:
+            return self.kernel.run(until_ns=self.kernel.now_ns + within_ns)
+        # The duties of a real driver never end: here rest is when nothing is held and nobody waits.
+        end_ns, num_quiet = self.kernel.now_ns + within_ns, 0
+        while self.kernel.now_ns < end_ns and self.kernel.num_events < EVENTS_MAX:
+            self.kernel.run(until_ns=self.kernel.now_ns + SETTLE_STEP_NS)
+            num_quiet = num_quiet + 1 if self._is_at_rest() else 0
+            if num_quiet == SETTLE_STEPS:
+                return True
+        return False
+
+    def _is_at_rest(self) -> bool:
+        for process in self.processes.values():
+            if isinstance(process, IngressProcess):
+                if process.life.dead or process.is_draining or process.running or process.num_leases:
+                    return False
+            else:
+                counts = process.pool.counts()
+                if process.life.dead or counts.free != counts.total or process.num_attempts or process.num_leases:
+                    return False
+        return True
+
+    def _make_ingress(self, world: World, life: Life) -> IngressProcess:
+        if self._level == 1:
+            process: IngressProcess = SimIngress(world, life)
+        else:
+            from cluster.sim.driver import DriverIngress
+
+            process = DriverIngress(world, life)
+        self._ingress_lives.append(process)
+        return process
+
     # --- lives ------------------------------------------------------------------------------------------------------
 
     def _start(self, name: str) -> None:
@@ -138,17 +186,21 @@ class World:
             offset_ns=self.work.between(0, CLOCK_OFFSET_NS_MAX),
             drift_ppm=self.work.between(-CLOCK_DRIFT_PPM_MAX, CLOCK_DRIFT_PPM_MAX),
         )
-        makers: dict[str, Callable[[World, Life], Process]] = {"i": SimIngress, "p": SimPrefill, "d": SimDecode}
+        makers: dict[str, Callable[[World, Life], Process]] = {
+            "i": self._make_ingress,
+            "p": SimPrefill,
+            "d": SimDecode,
+        }
         process = makers[name[0]](self, life)
         self.processes[name] = process
         self.kernel.note("start", name, incarnation)
-        if isinstance(process, SimIngress):
+        if isinstance(process, IngressProcess):
             for other in self.processes.values():
-                if not isinstance(other, SimIngress) and not other.life.dead:
+                if not isinstance(other, IngressProcess) and not other.life.dead:
                     self.network.dial(other, process)
         else:
             for other in self.processes.values():
-                if isinstance(other, SimIngress) and not other.life.dead:
+                if isinstance(other, IngressProcess) and not other.life.dead:
                     self.network.dial(process, other)
 
     def _kill(self, name: str, down_ns: int) -> None:
@@ -161,9 +213,9 @@ class World:
         life.backlog.clear()
         self.copies.drop_life(life.incarnation)
         self.network.drop_life(life)
-        if isinstance(process, SimIngress):
+        if isinstance(process, IngressProcess):
             self.tell("on_ingress_dead", life.incarnation)
-            for request in process.running.values():
+            for request in process.untold.values():
                 if not request.told:
                     request.told = True
                     self.tell("on_told", request, "cut", None)
@@ -209,7 +261,7 @@ class World:
                 self.kernel.at(fault.for_ns, None, self._calm, fault)
             case Slow():
                 worker = self.processes[fault.target]
-                if not isinstance(worker, SimIngress):
+                if not isinstance(worker, IngressProcess):
                     self._cover_slow(worker.life)
                     worker.slow_factor = fault.factor
                     self.kernel.at(fault.for_ns, None, self._speed_up, worker)
@@ -232,7 +284,7 @@ class World:
 
     def _drain(self, fault: Drain) -> None:
         ingress = self.processes[fault.target]
-        assert isinstance(ingress, SimIngress), fault
+        assert isinstance(ingress, IngressProcess), fault
         if ingress.life.dead:
             return
         self.kernel.at(0, ingress.life, ingress.drain)
@@ -262,7 +314,7 @@ class World:
         self.network.mend_all()
         for process in self.processes.values():
             self._resume(process.life)
-            if not isinstance(process, SimIngress):
+            if not isinstance(process, IngressProcess):
                 process.slow_factor = 1
                 process.memory.num_damaged = 0
 
@@ -270,7 +322,8 @@ class World:
 
     def tell(self, hook: str, *facts: Any) -> None:
         """Passes a fact on to whoever watches."""
-        self._witnesses.tell(self.kernel.now_ns, hook, *facts)
+        if not self._is_over:
+            self._witnesses.tell(self.kernel.now_ns, hook, *facts)
 
     def on_state(self, request: SimRequest) -> None:
         """A request has entered a state."""
@@ -286,7 +339,7 @@ class World:
 
     def _at_ingress(self, request: SimRequest, what: str) -> None:
         ingress = self.processes[request.ingress.partition("#")[0]]
-        if isinstance(ingress, SimIngress) and ingress.life.incarnation == request.ingress:
+        if isinstance(ingress, IngressProcess) and ingress.life.incarnation == request.ingress:
             self.kernel.at(0, ingress.life, getattr(ingress, what), request)
 
     def new_attempt_id(self) -> str:
@@ -311,7 +364,7 @@ class World:
     def _cover_slow(self, life: Life) -> None:
         """A worker is slow from now on, and alive: that reaches every request which needs it."""
         for process in self.processes.values():
-            if isinstance(process, SimIngress) and not process.life.dead:
+            if isinstance(process, IngressProcess) and not process.life.dead:
                 for request in process.running.values():
                     machine = request.machine
                     if not machine.is_ended and not machine.upstream_done and is_needed(machine, life.incarnation):

@@ -20,6 +20,7 @@ from cluster.sim.shrink import shrink
 from kvstore.errors import BadInput
 
 SEEDS = 3000
+CODE = "from cluster.sim import run_seeds; print([run_seeds(s, s + 1).log_hash for s in range(0, 25)])"
 OTHER_PYTHONS = tuple(f"python3.{minor}" for minor in range(12, 16))
 FAILING_SEED = 16
 """A seed that shows the planted bug ``digest_skipped``."""
@@ -34,6 +35,21 @@ def test_no_seed_breaks_a_claim_and_every_cell_is_reached() -> None:
     assert report.events_min >= 200
     assert short_of(report.coverage, AT_LEAST) == {}
     assert {cell.partition("/")[0] for cell in report.coverage} == set(STATES), "something happened in another state"
+
+
+def test_no_seed_breaks_a_claim_with_the_real_driver() -> None:
+    """Level 2: the ingress is the product's request driver on a loop under virtual time."""
+    report = run_seeds(0, 200, level=2)
+    assert report.violations == []
+    assert report.seeds == 200 and report.events_min >= 200
+    reached = {cell.partition("/")[0] for cell in report.coverage}
+    assert reached == set(STATES), reached
+
+
+def test_the_real_driver_runs_the_same_events_each_time() -> None:
+    """Virtual time all the way down: no clock, no random id and no order of a set shows in the log."""
+    code = CODE.replace("s + 1)", "s + 1, level=2)")
+    assert hashes(sys.executable, "0", code) == hashes(sys.executable, "4242", code)
 
 
 def test_a_seed_is_a_real_case() -> None:
@@ -55,13 +71,10 @@ def test_processes_share_seeds_and_find_the_same() -> None:
     )
 
 
-CODE = "from cluster.sim import run_seeds; print([run_seeds(s, s + 1).log_hash for s in range(0, 25)])"
-
-
-def hashes(python: str, hash_seed: str) -> str:
+def hashes(python: str, hash_seed: str, code: str = CODE) -> str:
     """Returns the log hashes of 25 seeds, run by another interpreter."""
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run([python, "-c", CODE], env=environment, capture_output=True, text=True, check=True).stdout
+    return subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def test_one_seed_gives_one_log_whatever_the_hash_seed() -> None:

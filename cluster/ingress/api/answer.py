@@ -175,7 +175,10 @@ class Answer(ABC):
                 logger.info(
                     "answer_cancelled request_id=%s choice=%d reason=%s", self._request_id, choice.index, reason
                 )
-                await choice.started.cancel(reason)
+            elif choice.finish is None:
+                continue  # The backend has ended it by itself.
+            # One that has its finish is cancelled as well: the answer it belongs to will never be complete.
+            await choice.started.cancel(reason)
 
     async def _answer(self, send: Send) -> str:
         """Runs the request; every error after the first byte becomes the one error event."""
