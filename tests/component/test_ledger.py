@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from cluster.ingress.api.backend import Interrupted
 from cluster.ingress.backend import RelayBackend
 from cluster.ledger import request_ledger
 from kvstore.net.handshake import PeerInfo
@@ -94,6 +95,8 @@ async def test_any_ingress_tells_the_present_state_and_cancels(
     assert cluster.backend.streams()
     ended = await other.cancel("req-1", tenant="t")
     assert ended is not None and ended["phase"] == "cancelled"
+    # Its client still reads: the books close when it has been told.
+    assert isinstance(await generation.next(), Interrupted)
     assert not cluster.backend.streams()
     await cluster.at_rest()
 

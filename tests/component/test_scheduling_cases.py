@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
 from mini_cluster import VOCAB, MiniCluster, collect, make_spec, until
 
+from cluster.ingress.api.errors import UpstreamFailed
 from workers.paced import expected_tokens
 
 MakeCluster = Callable[..., MiniCluster]
@@ -42,13 +44,15 @@ async def test_f39_an_id_that_begins_like_another_is_another(make_cluster: MakeC
     one, ten = make_spec(40, 300, salt=1), make_spec(40, 120, salt=2)
     golden = cluster.golden(ten)
     # Nobody reads it: it waits for credit and cannot end by itself.
-    await cluster.submit(one, "job-1")
+    stuck = await cluster.submit(one, "job-1")
     longer = await cluster.submit(ten, "job-10")
     for nobody in ("", "job", "job-", "job-100"):
         assert await cluster.backend.cancel(nobody, tenant="t") is None
     assert {stream["request_id"] for stream in cluster.backend.streams()} == {"job-1", "job-10"}
     record = await cluster.backend.cancel("job-1", tenant="t")
     assert record is not None and record["phase"] == "cancelled"
+    with pytest.raises(UpstreamFailed, match="cancelled"):
+        await stuck.next()
     assert await collect(longer) == (golden, "length")
     await cluster.at_rest()
 

@@ -302,14 +302,24 @@ async def test_a_silent_node_costs_the_deadline_once_and_is_then_left_alone(pair
 async def silence() -> AsyncIterator[tuple[str, int]]:
     """A server that reads and says nothing."""
 
+    writers: list[asyncio.StreamWriter] = []
+
     async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
         with suppress(ConnectionError):
             await reader.read()
-        writer.close()
 
     server = await asyncio.start_server(swallow, "127.0.0.1", 0)
-    async with server:
-        yield server.sockets[0].getsockname()[:2]
+    try:
+        async with server:
+            yield server.sockets[0].getsockname()[:2]
+    finally:
+        # A server that closes leaves its connections alone.
+        for writer in writers:
+            writer.close()
+        for writer in writers:
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 class _Constructor:
