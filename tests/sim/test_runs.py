@@ -21,7 +21,7 @@ from kvstore.errors import BadInput
 
 SEEDS = 3000
 CODE = "from cluster.sim import run_seeds; print([run_seeds(s, s + 1).log_hash for s in range(0, 25)])"
-OTHER_PYTHONS = tuple(f"python3.{minor}" for minor in range(12, 16))
+NEWER_MINORS = range(sys.version_info.minor + 1, 16)
 FAILING_SEED = 16
 """A seed that shows the planted bug ``digest_skipped``."""
 
@@ -84,16 +84,41 @@ def test_one_seed_gives_one_log_whatever_the_hash_seed() -> None:
     assert len(set(next(iter(outputs)).split(","))) == 25, "different seeds gave the same log"
 
 
-def test_one_seed_gives_one_log_under_every_python() -> None:
-    """A newer interpreter with msgspec, on the path or named by KOPIR_OTHER_PYTHON, runs the same events."""
+def find_python(minor: int) -> str | None:
+    """Returns Python 3.``minor``: on the path, or kept by pyenv, whose commands there work for one version only."""
+    found = shutil.which(f"python3.{minor}")
+    if found and subprocess.run([found, "-V"], check=False, capture_output=True).returncode == 0:
+        return found
+    if (pyenv := shutil.which("pyenv")) is None:
+        return None
+    kept = subprocess.run([pyenv, "prefix", f"3.{minor}"], check=False, capture_output=True, text=True)
+    return f"{kept.stdout.strip()}/bin/python" if kept.returncode == 0 else None
+
+
+@pytest.fixture
+def other_python(tmp_path: Path) -> str:
+    """A newer interpreter that has msgspec: named by KOPIR_OTHER_PYTHON, on the path, or an environment made of one."""
     named = os.environ.get("KOPIR_OTHER_PYTHON")
-    pythons = [named] if named else [path for name in OTHER_PYTHONS if (path := shutil.which(name))]
-    able = [
-        python for python in pythons if subprocess.run([python, "-c", "import msgspec"], check=False).returncode == 0
-    ]
-    if not able:
-        pytest.skip("no other Python with msgspec on this machine; name one by KOPIR_OTHER_PYTHON")
-    assert hashes(able[0], "7") == hashes(sys.executable, "7")
+    pythons = [named] if named else [path for minor in NEWER_MINORS if (path := find_python(minor))]
+    for python in pythons:
+        if subprocess.run([python, "-c", "import msgspec"], check=False, capture_output=True).returncode == 0:
+            return python
+    made = tmp_path / "python"
+    for python in pythons:
+        making = subprocess.run([python, "-m", "venv", str(made)], check=False, capture_output=True, timeout=60)
+        if making.returncode == 0:
+            wanted = f"msgspec=={msgspec.__version__}"
+            install = [str(made / "bin" / "python"), "-m", "pip", "install", "--quiet", wanted]
+            subprocess.run(install, check=True, capture_output=True, timeout=100)
+            return str(made / "bin" / "python")
+    pytest.skip("no newer Python is installed here; name one by KOPIR_OTHER_PYTHON")
+
+
+def test_one_seed_gives_one_log_under_every_python(other_python: str) -> None:
+    """A newer interpreter runs the same events."""
+    version = subprocess.run([other_python, "-V"], check=True, capture_output=True, text=True).stdout
+    assert version.split()[1].rsplit(".", 1)[0] != f"{sys.version_info.major}.{sys.version_info.minor}", version
+    assert hashes(other_python, "7") == hashes(sys.executable, "7")
 
 
 def test_dice_draw_the_same_numbers_under_every_python() -> None:
