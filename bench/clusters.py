@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.peers.tied import end_group, tied
 from kvstore.errors import EnvironmentProblem
 
 STOP_DEADLINE_S = 15.0
@@ -46,7 +47,10 @@ def kopir_cluster(settings: Sequence[str] = ()) -> Iterator[Running]:
     for setting in (*defaults, *settings):
         command += ["--set", setting]
     started = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A serve that loses its bench stops as for a Ctrl-C.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=tied(signal.SIGINT)
+    )
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -71,7 +75,13 @@ def other_server(command: Sequence[str], variables: dict[str, str], health_path:
         port = held.getsockname()[1]
     url, started = f"http://127.0.0.1:{port}", time.monotonic()
     process = subprocess.Popen(
-        [*command, "--port", str(port)], env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--port", str(port)],
+        env=variables,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        preexec_fn=tied(signal.SIGKILL),
     )
     try:
         while not _answers(url + health_path):
@@ -86,8 +96,9 @@ def other_server(command: Sequence[str], variables: dict[str, str], health_path:
         try:
             process.wait(STOP_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            pass
+        finally:
+            end_group(process)
 
 
 def _answers(url: str) -> bool:

@@ -22,6 +22,7 @@ from rich.progress import Progress
 from bench.engine_serving import measure_serving
 from bench.peers.drive import PeerProgram, running
 from bench.peers.environments import Environment, find
+from bench.peers.tied import ended_by_sigterm
 from bench.report import Report, Row, Target, finish, make_target, make_unmeasured, quantile
 from cluster import machine
 from cluster.plan import thread_environment
@@ -38,6 +39,7 @@ CACHED_TOKENS = 2048
 BATCHES = (1, 4, 8, 16)
 DECODE_PROMPT_TOKENS = 128
 DECODE_TOKENS = 64
+QUICK_DECODE_TOKENS = 16
 DECODE_AT_LEAST = {1: 1.1, 4: 1.2, 8: 1.2, 16: 1.2}
 MIB = 1 << 20
 MEMORY_LIMIT_MIB = 600.0
@@ -59,17 +61,19 @@ def run_engine(*, quick: bool, json_path: Path | None, check: bool, seed: int, p
     names = parse_peers(peers)
     report = Report.start("engine", seed=seed)
     folder = hub.resolve(MODEL)
-    with ExitStack() as stack:
+    with ended_by_sigterm(), ExitStack() as stack:
         engines = {US: stack.enter_context(_started(US, folder))}
         for name in names:
             try:
                 engines[name] = stack.enter_context(_started(name, folder))
             except EnvironmentProblem as error:
                 report.notes.append(f"{name}: {error}")
-        _Alone(report, engines, read_config(folder), seed).run(repeats=2 if quick else 3)
+        alone = _Alone(report, engines, read_config(folder), seed)
+        alone.run(repeats=1 if quick else 3, decode_tokens=QUICK_DECODE_TOKENS if quick else DECODE_TOKENS)
     _add_targets(report)
     if serving:
-        measure_serving(report, folder=folder, has_vllm="vllm" in engines, repeats=5 if quick else 9, seed=seed)
+        with ended_by_sigterm():
+            measure_serving(report, folder=folder, has_vllm="vllm" in engines, repeats=3 if quick else 9, seed=seed)
     _show(report)
     return finish(report, json_path=json_path, check=check)
 
@@ -84,7 +88,7 @@ class _Alone:
         self._random = random.Random(seed)
         self._products_gflops = 0.0
 
-    def run(self, *, repeats: int) -> None:
+    def run(self, *, repeats: int, decode_tokens: int) -> None:
         self._warm_up()
         self._products_gflops = self._ask(US, {"products": True})["gflops"]
         self._report.rows.append({"what": "products", "gflops": round(self._products_gflops, 1)})
@@ -92,7 +96,7 @@ class _Alone:
             for num_tokens in progress.track(PREFILL_TOKENS, description="prefill"):
                 self._prefill(num_tokens, repeats)
             for batch in progress.track(BATCHES, description="decode"):
-                self._decode(batch, repeats)
+                self._decode(batch, repeats, decode_tokens)
         last = self._ask(US, {"prompts": [self._prompt(16)], "tokens": 1})
         self._report.rows.append(
             {
@@ -140,12 +144,12 @@ class _Alone:
             "share_of_products_rate": round(gflops / self._products_gflops, 3),
         }
 
-    def _decode(self, batch: int, repeats: int) -> None:
+    def _decode(self, batch: int, repeats: int, num_tokens: int) -> None:
         steps: dict[str, list[float]] = {name: [] for name in self._engines}
         for _ in range(repeats):
             prompts = [self._prompt(DECODE_PROMPT_TOKENS) for _ in range(batch)]
             for name in self._engines:
-                answer = self._ask(name, {"prompts": prompts, "tokens": DECODE_TOKENS})
+                answer = self._ask(name, {"prompts": prompts, "tokens": num_tokens})
                 steps[name] += answer["steps_s"]
         for name, values in steps.items():
             self._report.rows.append(

@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,9 @@ REQUEST_DEADLINE_S = 120.0
 MAX_PAIR_RATIO = 1.15
 MAX_STALL_RATIO = 3.0
 MAX_START_RATIO = 0.4
+MANY = 16
+MANY_TOKENS = 64
+MAX_STREAM_RATIO = 1.3
 PAIR: tuple[str, ...] = ()
 COMBINED = ("workers.prefill.replicas=0", "workers.decode.replicas=0", "workers.combined.replicas=1")
 
@@ -40,6 +44,7 @@ def measure_serving(report: Report, *, folder: Path, has_vllm: bool, repeats: in
         for name, server in (("pair", pair), ("combined", combined)):
             report.rows.append(_row(name, "start_to_ready", server.ready_s, "s"))
         _pair_against_combined(report, {"pair": _Client(pair.url), "combined": _Client(combined.url)}, source, repeats)
+        _streams_against_whole(report, combined.url, source)
         _fluid_streams(report, _Client(combined.url), source, max(2, repeats // 3))
     at_least = 1 / MAX_START_RATIO
     if vllm_s is None:
@@ -84,6 +89,14 @@ class _Client:
         self._client = httpx.Client(base_url=url, timeout=REQUEST_DEADLINE_S)
         self._model = self._client.get("/v1/models").json()["data"][0]["id"]
 
+    def run(self, prompt: list[int], max_tokens: int, stream: bool) -> None:
+        """Runs one request to its end, streamed or whole."""
+        if stream:
+            self.stream(prompt, max_tokens)
+            return
+        body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        self._client.post("/v1/completions", json=body).raise_for_status()
+
     def stream(self, prompt: list[int], max_tokens: int) -> list[float]:
         """Returns when each event came, in seconds since the request was sent."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
@@ -116,6 +129,30 @@ def _pair_against_combined(report: Report, clients: dict[str, _Client], source: 
             reference=medians["combined"],
             unit="ms",
             at_least=round(1 / MAX_PAIR_RATIO, 3),
+            smaller_is_better=True,
+        )
+    )
+
+
+def _streams_against_whole(report: Report, url: str, source: random.Random) -> None:
+    """F66: sixteen streams take hardly longer than sixteen whole answers: no event costs a call of its own."""
+    walls: dict[str, float] = {}
+    for name, stream in (("whole", False), ("stream", True)):
+        client = _Client(url)
+        prompts = [_prompt(source, 16) for _ in range(MANY)]
+        began = time.perf_counter()
+        with ThreadPoolExecutor(MANY) as threads:
+            for done in [threads.submit(client.run, prompt, MANY_TOKENS, stream) for prompt in prompts]:
+                done.result()
+        walls[name] = time.perf_counter() - began
+        report.rows.append(_row("combined", f"{name}_{MANY}x{MANY_TOKENS}", walls[name], "s"))
+    report.targets.append(
+        make_target(
+            "streams_vs_whole_answers",
+            ours=walls["stream"],
+            reference=walls["whole"],
+            unit="s",
+            at_least=round(1 / MAX_STREAM_RATIO, 3),
             smaller_is_better=True,
         )
     )

@@ -21,6 +21,7 @@ from statistics import median
 from typing import IO, TYPE_CHECKING, Any
 
 from bench.peers.environments import Environment, find
+from bench.peers.tied import end_group, tied
 from bench.report import Row, Target, make_target, make_unmeasured
 from kvstore.errors import EnvironmentProblem
 
@@ -201,7 +202,10 @@ def _mooncake_master(environment: Environment) -> Iterator[list[str]]:
 
 @contextmanager
 def running(command: list[str], environment: Environment, *, stdout: int | IO[str]) -> Iterator[subprocess.Popen[str]]:
-    """Runs a peer program in a process group of its own, and ends it: by the end of its input, else by force."""
+    """Runs a peer program in a process group of its own, and ends it: by the end of its input, else by force.
+
+    When this process is killed, the kernel kills the program.
+    """
     process = subprocess.Popen(
         command,
         env=environment.variables,
@@ -210,6 +214,7 @@ def running(command: list[str], environment: Environment, *, stdout: int | IO[st
         stderr=subprocess.DEVNULL,
         text=True,
         start_new_session=True,
+        preexec_fn=tied(signal.SIGKILL),
     )
     try:
         yield process
@@ -219,8 +224,9 @@ def running(command: list[str], environment: Environment, *, stdout: int | IO[st
             process.stdin.close()
             process.wait(STOP_S if stdout == subprocess.PIPE else 0.1)
         except (OSError, subprocess.TimeoutExpired):
-            process.kill()
-            process.wait(STOP_S)
+            pass
+        finally:
+            end_group(process)
 
 
 def _free_ports(count: int) -> list[int]:
