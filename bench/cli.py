@@ -207,3 +207,19 @@ def sim(
     from bench.sim import run_sim
 
     return run_sim(num_seeds=seeds, processes=processes, mutants=mutants, json_path=json_path, check=check)
+
+
+@app.command(epilog="Example: kopir bench relay --json relay.json --check")
+def relay(
+    quick: QuickOption = False,
+    json_path: JsonFileOption = None,
+    check: CheckOption = False,
+    seed: SeedOption = 1,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Configuration of the cluster; repeatable.")
+    ] = None,
+) -> int:
+    """Measure the way of a token to the client's socket: tokens/s, CPU per 1,000 tokens, TTFT, 500 slow readers."""
+    from bench.relay import run_relay
+
+    return run_relay(quick=quick, json_path=json_path, check=check, seed=seed, settings=settings or [])

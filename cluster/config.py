@@ -20,6 +20,7 @@ import msgspec
 import yaml
 
 from cluster.config_schema import (
+    AdmissionConfig,
     AttemptsConfig,
     AuthConfig,
     ClusterConfig,
@@ -37,11 +38,14 @@ from cluster.config_schema import (
     ServerConfig,
     WorkersConfig,
     check_config,
+    class_quotas,
+    num_seats,
     thread_budget,
 )
 from kvstore.errors import BadInput
 
 __all__ = [
+    "AdmissionConfig",
     "AttemptsConfig",
     "AuthConfig",
     "ClusterConfig",
@@ -59,12 +63,14 @@ __all__ = [
     "ServerConfig",
     "WorkersConfig",
     "check_config",
+    "class_quotas",
     "dump",
     "field_types",
     "format_bytes",
     "is_size",
     "load",
     "load_struct",
+    "num_seats",
     "parse_bytes",
     "section_of",
     "thread_budget",

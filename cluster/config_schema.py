@@ -8,12 +8,15 @@ Life cycle: read once by ``kopir serve``, handed down by value, never changed af
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from kvstore.errors import BadInput
 
+CLASSES_MAX = 16
+CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
@@ -210,6 +213,30 @@ class LimitsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 4096
 
 
+class AdmissionConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who runs now and who waits, at each ingress. A request names its class in the header `x-kopir-class`."""
+
+    max_running: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 20)] | None,
+        doc(
+            "Answers under way at a time; `null`: as many as the decode workers run together, shared by the ingresses."
+        ),
+    ] = None
+    classes: Annotated[
+        Text,
+        doc(
+            "Classes in order of priority, each with the largest share of the answers that it may have under way. "
+            "Requests that name none are of the first."
+        ),
+    ] = "interactive:1.0, background:0.5"
+    reserve_share: Annotated[
+        Annotated[float, Meta(ge=0.0, le=0.9)], doc("Share that is kept back for the first class.")
+    ] = 0.1
+    max_wait_ms: Annotated[
+        Millis, doc("Longest wait; a request that would wait longer gets 429 at once, with the time to come back.")
+    ] = 30_000
+
+
 class PolicyConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The router's policy on failures. Without a file it follows from `attempts`."""
 
@@ -270,6 +297,7 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv: KvConfig = KvConfig()
     attempts: AttemptsConfig = AttemptsConfig()
     limits: LimitsConfig = LimitsConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     policy: PolicyConfig = PolicyConfig()
     ledger: LedgerConfig = LedgerConfig()
     auth: AuthConfig = AuthConfig()
@@ -293,6 +321,7 @@ def check_config(config: Config) -> None:
             raise BadInput(f"workers.{role}.replicas", 0, "prefill and decode workers need each other")
     if workers.prefill.replicas + workers.decode.replicas + workers.combined.replicas == 0:
         raise BadInput("workers.prefill.replicas", 0, "no worker at all: set prefill and decode, or combined")
+    class_quotas(config.admission.classes)
     cert, key = config.server.tls_cert_file, config.server.tls_key_file
     if (cert is None) != (key is None):
         missing, present = ("cert", "key") if cert is None else ("key", "cert")
@@ -301,6 +330,33 @@ def check_config(config: Config) -> None:
         raise BadInput("kv.disk_path", None, "a disk tier (kv.disk_bytes above 0) needs a folder")
     if kv.disk_path is not None and kv.disk_bytes == 0:
         raise BadInput("kv.disk_bytes", 0, "a disk tier (kv.disk_path is set) needs a size above 0")
+
+
+def class_quotas(text: str) -> dict[str, float]:
+    """Returns class -> share from ``NAME:SHARE, NAME:SHARE``, in order. Raises: BadInput for ``admission.classes``."""
+    quotas: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, share_text = (piece.strip() for piece in part.partition(":"))
+        try:
+            share = float(share_text)
+        except ValueError:
+            share = 0.0
+        if not (CLASS_NAME.fullmatch(name) and 0.0 < share <= 1.0) or name in quotas:
+            why = "expected NAME:SHARE, NAME:SHARE with different names and shares above 0 and at most 1"
+            raise BadInput("admission.classes", text, why)
+        quotas[name] = share
+    if len(quotas) > CLASSES_MAX:
+        raise BadInput("admission.classes", text, f"at most {CLASSES_MAX} classes")
+    return quotas
+
+
+def num_seats(config: Config) -> int:
+    """Returns how many answers may be under way at one ingress."""
+    if config.admission.max_running is not None:
+        return config.admission.max_running
+    decode, combined = config.workers.decode, config.workers.combined
+    seats = decode.replicas * decode.max_num_seqs + combined.replicas * combined.max_num_seqs
+    return max(1, seats // config.ingress.replicas)
 
 
 def thread_budget(cores: int, config: Config) -> dict[str, int]:

@@ -19,10 +19,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cluster.config import Config
+from cluster.config import Config, class_quotas, num_seats
+from cluster.core.admission_queue import AdmissionQueue
 from cluster.core.tenants import EVERYBODY, Tenant, TenantMeter
 from cluster.ingress.api.app import create_app
 from cluster.ingress.api.idempotency import IdempotencyKeys
+from cluster.ingress.api.seats import Seats
 from cluster.ingress.api.services import ApiLimits, KeepAlive
 from cluster.ingress.api.tenants import Tenants, tenant_of_scope
 from cluster.ingress.api.tokenizer import TokenizerBundle
@@ -64,6 +66,18 @@ class IngressApp:
             meter=TenantMeter(shares=config.ingress.replicas),
             clock_ns=boottime_ns,
         )
+        self._seats = Seats(
+            AdmissionQueue(
+                num_seats(config),
+                config.limits.max_queued_requests,
+                class_quotas(config.admission.classes),
+                reserve_share=config.admission.reserve_share,
+                max_wait_ns=config.admission.max_wait_ms * 1_000_000,
+            ),
+            deadline_ms=config.attempts.deadline_ms,
+            clock_ns=boottime_ns,
+            registry=self._metrics.registry,
+        )
         self._backend = RelayBackend(
             config,
             me=self._me,
@@ -100,6 +114,7 @@ class IngressApp:
             metrics=self._metrics,
             refresh_metrics=refresh_metrics,
             tenants=self._tenants,
+            seats=self._seats,
             idempotency=IdempotencyKeys(
                 lambda: self._backend.keys,
                 owner=self._me.incarnation,
@@ -135,7 +150,8 @@ class IngressApp:
         return await self._backend.start(RELAY_HOST)
 
     async def close(self) -> None:
-        """Ends running requests honestly, then the links."""
+        """Sends the waiting away, ends running requests honestly, then the links."""
+        self._seats.drain()
         if self._watch_keys is not None:
             self._watch_keys.cancel()
         await self._backend.close()

@@ -181,12 +181,15 @@ class RelayBackend(Backend):
         tenant: str,
         client_retries: int = 0,
         cache_key: str | None = None,
+        waited_s: float = 0.0,
     ) -> Generation:
         placed = await self._placement.look_up(spec, tenant=tenant, cache_key=cache_key)
         if len(self._running) >= self._config.limits.max_queued_requests:
             raise Overloaded(f"{len(self._running)} requests are waiting or running here already.", retry_after_s=1)
         policy = self._policy.current
-        machine = self._machine(request_id, spec, policy, stream, client_retries)
+        deadline_ms = self._config.attempts.deadline_ms
+        left_s = None if deadline_ms is None else max(0.0, deadline_ms / 1000 - waited_s)
+        machine = self._machine(request_id, spec, policy, stream, client_retries, left_s)
         request = RunningRequest(
             spec,
             machine=machine,
@@ -208,21 +211,26 @@ class RelayBackend(Backend):
         if isinstance(decision, NoPair) and decision.never:
             raise InvalidRequest(f"The request {decision.why}.", param="max_tokens", code="context_length_exceeded")
         self._running[request_id] = request
-        if self._config.attempts.deadline_ms is not None:
+        if left_s is not None:
             request.deadline = asyncio.get_running_loop().call_later(
-                self._config.attempts.deadline_ms / 1000,
+                left_s,
                 lambda: request.step(ev.DeadlineReached(now_ns=self._clock_ns())),
             )
         self.route(request, ())
         return request
 
     def _machine(
-        self, request_id: str, spec: GenerationSpec, policy: Policy, stream: bool, client_retries: int
+        self,
+        request_id: str,
+        spec: GenerationSpec,
+        policy: Policy,
+        stream: bool,
+        client_retries: int,
+        left_s: float | None,
     ) -> RequestMachine:
         now_ns = self._clock_ns()
         if client_retries:
             self._budget.charge(now_ns)
-        deadline_ms = self._config.attempts.deadline_ms
         return self.make_machine(
             request_id,
             stream,
@@ -235,7 +243,7 @@ class RelayBackend(Backend):
             terms=RetryTerms(
                 num_prompt_tokens=len(spec.prompt_token_ids),
                 max_reprefill_tokens=policy.max_reprefill_tokens,
-                deadline_ns=None if deadline_ms is None else now_ns + deadline_ms * 1_000_000,
+                deadline_ns=None if left_s is None else now_ns + int(left_s * 1e9),
                 budget=self._budget,
             ),
         )

@@ -53,6 +53,7 @@ class Answer(ABC):
         arrived_s: float,
         hold: KeyHold | None = None,
         client_retries: int = 0,
+        request_class: str | None = None,
     ) -> None:
         self._services = services
         self._plan = plan
@@ -62,6 +63,9 @@ class Answer(ABC):
         self._arrived_s = arrived_s
         self._hold = hold
         self._client_retries = client_retries
+        self._request_class = request_class
+        self._waited_s = 0.0
+        """For a seat."""
         self._choices = [
             Choice(index, plan, services.tokenizer.table, call_ids=partial(_call_id, request_id, index))
             for index in range(plan.num_choices)
@@ -98,6 +102,8 @@ class Answer(ABC):
             outcome = "failed" if error.status >= 500 else "rejected"
             raise
         finally:
+            if self._services.seats is not None:
+                self._services.seats.leave(self._request_id)
             metrics.running.dec()
             metrics.requests.labels(self._plan.kind, outcome).inc()
             metrics.generated_tokens.inc(self._num_tokens)
@@ -208,11 +214,16 @@ class Answer(ABC):
             tenant=self._tenant,
             client_retries=self._client_retries,
             cache_key=self._plan.cache_key,
+            waited_s=self._waited_s,
         )
 
     async def _consume(self, send: Send) -> str:
         """Takes events of all choices until the last has ended; returns the outcome."""
         events = Merge()
+        seats = self._services.seats
+        if seats is not None:
+            class_name = seats.check_class(self._request_class)
+            self._waited_s = await seats.take(self._request_id, class_name, num_seats=len(self._choices))
         await self._submit(self._choices[0])
         events.add(self._choices[0])
         try:

@@ -38,6 +38,7 @@ from cluster.ingress.api.openapi import openapi_document
 from cluster.ingress.api.parse import ClientGone, parse, read_body
 from cluster.ingress.api.plan import AnswerPlan
 from cluster.ingress.api.schema import MAX_CHOICES, ChatRequest, CompletionRequest
+from cluster.ingress.api.seats import CLASS_HEADER
 from cluster.ingress.api.services import ApiLimits, Services
 from cluster.ingress.api.status_page import status_page_routes
 from cluster.ingress.api.stream import StreamedAnswer
@@ -157,6 +158,7 @@ class GenerationEndpoint:
             client_retries=_client_retries(headers.get("x-stainless-retry-count")),
             arrived_s=arrived_s,
             hold=hold,
+            request_class=headers.get(CLASS_HEADER),
         )
         most = plan.num_prompt_tokens + plan.num_choices * plan.spec.max_tokens
         with services.tenants.place(tenant, request_id, num_tokens=most, num_choices=plan.num_choices) as usage:

@@ -158,10 +158,11 @@ class Backend(ABC):
         tenant: str,
         client_retries: int = 0,
         cache_key: str | None = None,
+        waited_s: float = 0.0,
     ) -> Generation:
         """Admits a request. ``label`` is the client's own x-request-id, for logs only; ``client_retries`` says how
         often its library has sent this request before, which counts as attempts; ``cache_key`` is the client's hint
-        that requests with the same key begin alike.
+        that requests with the same key begin alike; ``waited_s`` has gone of its time already.
 
         Raises: BadInput -> 400; NoCapacity -> 503; any ApiError as it says (``NotReady``, ``Overloaded``,
         ``UpstreamFailed``).

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from cluster.ingress.api.backend import Backend
 from cluster.ingress.api.idempotency import IdempotencyKeys
 from cluster.ingress.api.plan import ModelFacts, Planner
+from cluster.ingress.api.seats import Seats
 from cluster.ingress.api.tenants import Tenants
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.metrics import IngressMetrics
@@ -49,6 +50,8 @@ class Services:
     refresh_metrics: Callable[[], Awaitable[None]] | None = None
     """Brings what other processes count up to date before metrics are rendered."""
     tenants: Tenants = field(default_factory=Tenants)
+    seats: Seats | None = None
+    """None: everybody starts at once."""
     idempotency: IdempotencyKeys | None = None
     """None: requests with an idempotency key are refused."""
     monotonic_s: Callable[[], float] = time.monotonic

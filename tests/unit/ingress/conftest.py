@@ -17,6 +17,7 @@ import uvicorn
 from cluster.ingress.api.app import create_app
 from cluster.ingress.api.backend import Ended
 from cluster.ingress.api.idempotency import IdempotencyKeys
+from cluster.ingress.api.seats import Seats
 from cluster.ingress.api.services import ApiLimits
 from cluster.ingress.api.tenants import Tenants
 from cluster.ingress.api.tokenizer import TokenizerBundle
@@ -102,6 +103,12 @@ def idempotency() -> IdempotencyKeys | None:
 
 
 @pytest.fixture
+def seats() -> Seats | None:
+    """Everybody starts at once. A module that wants a queue has a fixture of this name."""
+    return None
+
+
+@pytest.fixture
 def limits() -> ApiLimits:
     """What one client may send. A module that wants other limits has a fixture of this name."""
     return ApiLimits(max_body_bytes=MAX_BODY_BYTES)
@@ -109,7 +116,12 @@ def limits() -> ApiLimits:
 
 @pytest_asyncio.fixture
 async def world(
-    tokenizer: Any, bundle: TokenizerBundle, tenants: Tenants, idempotency: IdempotencyKeys | None, limits: ApiLimits
+    tokenizer: Any,
+    bundle: TokenizerBundle,
+    tenants: Tenants,
+    idempotency: IdempotencyKeys | None,
+    seats: Seats | None,
+    limits: ApiLimits,
 ) -> AsyncIterator[World]:
     metrics = IngressMetrics()
     backend = FakeBackend(vocab_size=tokenizer.get_vocab_size())
@@ -120,6 +132,7 @@ async def world(
         metrics=metrics,
         refresh_metrics=backend.refresh_metrics,
         tenants=tenants,
+        seats=seats,
         idempotency=idempotency,
     )
     async with serve_app(app) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:

@@ -153,6 +153,7 @@ class FakeBackend(Backend):
         tenant: str,
         client_retries: int = 0,
         cache_key: str | None = None,
+        waited_s: float = 0.0,
     ) -> Generation:
         self.client_retries.append(client_retries)
         self.cache_keys.append(cache_key)
