@@ -76,7 +76,7 @@ class IngressApp:
             ),
             deadline_ms=config.attempts.deadline_ms,
             clock_ns=boottime_ns,
-            registry=self._metrics.registry,
+            metrics=self._metrics,
         )
         self._backend = RelayBackend(
             config,

@@ -13,7 +13,7 @@ GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 OUTCOMES = ("finished", "interrupted", "client_gone", "failed", "rejected")
 
-CAPACITY_CODES = ("no_capacity", "not_ready", "queue_full")
+CAPACITY_CODES = ("no_capacity", "not_ready", "overloaded", "queue_full")
 """Error codes that say: the cluster has no room, now or at all."""
 
 
@@ -38,6 +38,18 @@ class IngressMetrics:
             "kopir_http_errors", "Answers with an error status.", ("status", "code"), registry=self.registry
         )
         self.running = Gauge("kopir_running_requests", "Generation requests under way.", registry=self.registry)
+        self.admission_waiting = Gauge(
+            "kopir_admission_waiting", "Requests that wait for a seat, by class.", ("class",), registry=self.registry
+        )
+        self.admission_seats = Gauge(
+            "kopir_admission_seats", "Seats that are taken, by class.", ("class",), registry=self.registry
+        )
+        self.admission_refused = Counter(
+            "kopir_admission_refused",
+            "Requests that were not let in, by class.",
+            ("class", "code"),
+            registry=self.registry,
+        )
         self.prompt_tokens = Counter("kopir_prompt_tokens", "Prompt tokens of started answers.", registry=self.registry)
         self.cached_tokens = Counter(
             "kopir_cached_prompt_tokens", "Prompt tokens that were not computed.", registry=self.registry

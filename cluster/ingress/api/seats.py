@@ -10,11 +10,10 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
 from cluster.core.admission import Refused
 from cluster.core.admission_queue import AdmissionQueue, Started
 from cluster.ingress.api.errors import ApiError, InvalidRequest, NotReady, Overloaded, echo
+from cluster.ingress.metrics import IngressMetrics
 
 CLASS_HEADER = "x-kopir-class"
 
@@ -28,15 +27,15 @@ class Seats:
         *,
         deadline_ms: int | None,
         clock_ns: Callable[[], int],
-        registry: CollectorRegistry | None = None,
+        metrics: IngressMetrics | None = None,
     ) -> None:
         self.queue = queue
         self._deadline_ms = deadline_ms
         self._clock_ns = clock_ns
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._refused: Counter | None = None
-        if registry is not None:
-            self._show(registry)
+        self._metrics = metrics
+        if metrics is not None:
+            self._show(metrics)
 
     def check_class(self, name: str | None) -> str:
         """Returns the class of a request; the first one when it names none. Raises: InvalidRequest."""
@@ -93,21 +92,14 @@ class Seats:
                 waiting.set_exception(NotReady("The server is stopping."))
 
     def _error(self, refused: Refused, class_name: str) -> ApiError:
-        if self._refused is not None:
-            self._refused.labels(class_name, refused.code).inc()
+        if self._metrics is not None:
+            self._metrics.admission_refused.labels(class_name, refused.code).inc()
         retry_after_s = refused.retry_after_s or 1
         if refused.status == 503:
             return NotReady(f"{refused.why}.", code=refused.code, retry_after_s=retry_after_s)
         return Overloaded(f"{refused.why}.", code=refused.code, retry_after_s=retry_after_s)
 
-    def _show(self, registry: CollectorRegistry) -> None:
-        waiting = Gauge(
-            "kopir_admission_waiting", "Requests that wait for a seat, by class.", ("class",), registry=registry
-        )
-        seats = Gauge("kopir_admission_seats", "Seats taken, by class.", ("class",), registry=registry)
-        self._refused = Counter(
-            "kopir_admission_refused", "Requests that were not let in, by class.", ("class", "code"), registry=registry
-        )
+    def _show(self, metrics: IngressMetrics) -> None:
         for name in self.queue.quotas:
-            waiting.labels(name).set_function(partial(self.queue.num_waiting, name))
-            seats.labels(name).set_function(partial(self.queue.num_seated, name))
+            metrics.admission_waiting.labels(name).set_function(partial(self.queue.num_waiting, name))
+            metrics.admission_seats.labels(name).set_function(partial(self.queue.num_seated, name))
