@@ -109,6 +109,10 @@ class RunningRequest(Generation):
     def has_restarted(self) -> bool:
         return any(isinstance(item, Restarted) for item in self._queue)
 
+    @property
+    def has_more(self) -> bool:
+        return bool(self._queue) and isinstance(self._queue[0], TokenBatch | Ended)
+
     async def next(self) -> GenerationEvent:
         while not self._queue:
             self._arrived.clear()

@@ -101,6 +101,11 @@ class Generation(ABC):
         """True when a ``Restarted`` waits to be read: what ``next()`` gave before is void and must not be written."""
         return False
 
+    @property
+    def has_more(self) -> bool:
+        """True when more of the answer is here already: ``next()`` gives it without waiting."""
+        return False
+
     @abstractmethod
     async def next(self) -> GenerationEvent:
         """Waits for the next event. Asking is what grants the worker credit: a slow reader asks late.

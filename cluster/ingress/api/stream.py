@@ -16,6 +16,9 @@ from cluster.ingress.api.choice import Choice, Merge
 from cluster.ingress.api.errors import ApiError
 from cluster.ingress.api.wire import DONE_EVENT, InterruptionError, Piece, StartedError, error_event
 
+HELD_EVENTS_MAX = 64
+HELD_BYTES_MAX = 1 << 16
+
 _START = {
     "type": "http.response.start",
     "status": 200,
@@ -33,6 +36,9 @@ class StreamedAnswer(Answer):
     _last_event_s = 0.0
     _has_opening = False
     """The role deltas went out."""
+    _held = b""
+    """Whole events of a started answer that go out with the next ones, because those are here already."""
+    _num_held = 0
 
     async def _next(self, send: Send, events: Merge) -> tuple[Choice, GenerationEvent]:
         """Waits for the next event; until the first output it writes comments meanwhile, where that is switched on."""
@@ -71,11 +77,30 @@ class StreamedAnswer(Answer):
 
     async def _piece(self, send: Send, choice: Choice, piece: Piece) -> None:
         if piece:
-            await self._write(send, choice, self._shape.delta(choice.index, piece, choice.take_scored()), more=True)
+            data = self._shape.delta(choice.index, piece, choice.take_scored())
+            if self._may_hold(choice, data):
+                self._held += data
+                self._num_held += 1
+                return
+            await self._write(send, choice, data, more=True)
             self._observe_gap()
+        elif self._held:
+            if choice.started.has_more:
+                return
+            await self._write(send, choice, b"", more=True)
         if choice.is_marked:
             # Tokens without text of their own count once everything before them is out.
             choice.started.delivered(choice.num_delivered)
+
+    def _may_hold(self, choice: Choice, data: bytes) -> bool:
+        """One write of many events costs little more than of one. What is held counts as delivered once it is out."""
+        return (
+            self._has_opening
+            and len(self._choices) == 1
+            and choice.started.has_more
+            and self._num_held < HELD_EVENTS_MAX
+            and len(self._held) + len(data) < HELD_BYTES_MAX
+        )
 
     async def _finish(self, send: Send, choice: Choice, piece: Piece) -> None:
         assert choice.finish is not None, f"choice {choice.index} has no end"
@@ -103,7 +128,9 @@ class StreamedAnswer(Answer):
         )
         self._interruption = msgspec.to_builtins(error)
         usage = self._shape.usage(self._usage()) if self._plan.include_usage else b""
-        await send({"type": "http.response.body", "body": usage + error_event(error), "more_body": False})
+        held, self._held, self._num_held = self._held, b"", 0
+        # What is held has been taken and counts as delivered: it goes out first.
+        await send({"type": "http.response.body", "body": held + usage + error_event(error), "more_body": False})
 
     async def _write(self, send: Send, choice: Choice, data: bytes, *, more: bool) -> None:
         """Writes output of one choice; the first of all brings the headers and the openings of all choices."""
@@ -113,7 +140,8 @@ class StreamedAnswer(Answer):
             self._observe_start(choice)
             data = self._shape.opening(len(self._choices)) + data
             await self._open(send)
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+        held, self._held, self._num_held = self._held, b"", 0
+        await send({"type": "http.response.body", "body": held + data, "more_body": more})
 
     def _observe_gap(self) -> None:
         now_s = self._services.monotonic_s()

@@ -78,6 +78,10 @@ class FakeGeneration(Generation):
     def cached_tokens(self) -> int:
         return self._cached_tokens
 
+    @property
+    def has_more(self) -> bool:
+        return bool(self._script) and isinstance(self._script[0], TokenBatch | Ended)
+
     async def next(self) -> GenerationEvent:
         while True:
             assert self._script, "asked for more than the script has"
