@@ -93,6 +93,8 @@ class DecodeSide:
         self._seen: OrderedDict[AttemptKey, None] = OrderedDict()
         self._receiving: dict[AttemptKey, int] = {}
         """Blocks per attempt whose transfer has not come to its end; their slots are fenced until it has."""
+        self._lent: dict[AttemptKey, Callable[[], None] | None] = {}
+        """Attempts in whose blocks a prefill of this worker computes, with what is to be done once it has left them."""
         self._scratch = bytearray(memory.layout.block_bytes)
         self.kv_address: tuple[str, int] = ("", 0)
         self.counters = dict.fromkeys(
@@ -133,10 +135,25 @@ class DecodeSide:
         num_away = self._growth.num_away
         return len(self._attempts) - num_away, len(self._waiting) + num_away
 
-    def block_table(self, key: AttemptKey) -> tuple[int, ...] | None:
-        """Returns the slots of an attempt that holds blocks here, or None."""
+    def lend_blocks(self, key: AttemptKey) -> tuple[int, ...] | None:
+        """Returns the slots of an attempt that holds blocks here, or None, to a prefill of this worker.
+
+        However the attempt ends, they are nobody else's until ``take_back_blocks``.
+        """
         attempt = self._attempts.get(key)
-        return attempt.slots if attempt is not None else None
+        if attempt is None:
+            return None
+        self._lent[key] = None
+        return attempt.slots
+
+    def take_back_blocks(self, key: AttemptKey) -> None:
+        """The engine has left them. An attempt that was not handed over by then never will be: it ends."""
+        then = self._lent.pop(key, None)
+        attempt = self._attempts.get(key)
+        if then is not None:
+            then()
+        elif attempt is not None and not attempt.decoding:
+            self._stop(attempt)
 
     # --- from the ingress ---------------------------------------------------------------------------------
 
@@ -216,11 +233,11 @@ class DecodeSide:
     def on_lease_expired(self, keys: Sequence[AttemptKey]) -> None:
         """The ingress did not renew: these attempts stop and publish nothing more."""
         for key in keys:
-            self.counters["leases_expired"] += 1
             waiting = self._waiting.leave(key)
             if waiting is not None:
                 waiting[0].end(key)
             attempt = self._attempts.get(key)
+            self.counters["leases_expired"] += waiting is not None or attempt is not None
             if attempt is not None:
                 logger.warning("lease_expired attempt_id=%s epoch=%d", *key)
                 self._fault(attempt, "lease_expired", "the ingress did not renew the lease")
@@ -557,6 +574,8 @@ class DecodeSide:
 
         if attempt.decoding:
             self._growth.stop(attempt, stopped)
+        elif attempt.key in self._lent:
+            self._lent[attempt.key] = lambda: stopped(0)
         else:
             stopped(0)
 

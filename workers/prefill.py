@@ -226,7 +226,7 @@ class PrefillSide:
         job.handed_off = loop.create_future()
         if ticket.incarnation == self._spec.incarnation:
             assert self._local_decode is not None, "a ticket of ours without a decode side"
-            table = self._local_decode.block_table(job.key)
+            table = self._local_decode.lend_blocks(job.key)
             if table is None:
                 raise PrefillFailed("the reservation is gone")
             job.block_table = table
@@ -457,6 +457,8 @@ class PrefillSide:
         """Hands what was computed to the store, then frees the blocks."""
         job.link.end(job.key)
         self._jobs.pop(job.key, None)
+        if self._local_decode is not None:
+            self._local_decode.take_back_blocks(job.key)
         task = asyncio.ensure_future(self._store_and_release(job))
         self._storing.add(task)
         task.add_done_callback(self._storing.discard)

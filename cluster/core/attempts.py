@@ -367,6 +367,11 @@ class RequestMachine:
                 if attempt.workers[role].incarnation != event.incarnation:
                     continue
                 attempt.lost_link.discard(role)
+                is_combined = attempt.workers["prefill"] == attempt.workers["decode"]
+                if role == "prefill" and is_combined and self._needs(attempt, role) and role not in attempt.cancelled:
+                    # The order may have died with the link, and the lease that its decode side renews would hide that.
+                    # A worker that has heard it refuses the second one as a duplicate.
+                    out.append(ev.SendPrefill(attempt.attempt_id, attempt.epoch))
                 if role == "decode" and self._needs(attempt, role) and role not in attempt.cancelled:
                     out.append(ev.AskResend(attempt.attempt_id, attempt.epoch, attempt.num_received))
                 # A cancel that was sent into a dead connection is not a cancel that was heard.

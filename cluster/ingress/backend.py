@@ -411,7 +411,9 @@ class RelayBackend(Backend):
         about: dict[str, Any] = {"now_ns": self._clock_ns(), "attempt_id": message.attempt_id, "epoch": message.epoch}
         match message:
             case Reserved():
-                request.ticket = message.ticket
+                current = request.machine.current
+                if current is not None and current.attempt_id == message.attempt_id:
+                    request.ticket = message.ticket
                 request.step(ev.BlocksReserved(**about))
             case Refused():
                 role = self._role_of(request, link)
@@ -460,7 +462,9 @@ class RelayBackend(Backend):
         for attempt in request.machine.attempts:
             if attempt.workers["prefill"].incarnation == link.incarnation:
                 is_decode = attempt.workers["decode"].incarnation == link.incarnation
-                return "decode" if is_decode and "prefill" not in attempt.dispatched else "prefill"
+                # A combined worker speaks for the side that has the attempt now.
+                is_prefilling = "prefill" in attempt.dispatched and not attempt.handed_off
+                return "decode" if is_decode and not is_prefilling else "prefill"
         return "decode"
 
     # --- Orders -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from cluster.core.journal import replay
 from cluster.ingress.api.backend import Ended, Generation, Interrupted, Restarted, TokenBatch
 from cluster.ingress.api.errors import UpstreamFailed
 from cluster.ingress.relay import WorkerLink
-from kvstore.core.messages import Frame
+from kvstore.core.messages import AttemptFault, Frame, Prefill
 from kvstore.net.host import boottime_ns
 from workers import decode_attempt
 
@@ -151,6 +151,72 @@ async def test_what_the_ring_no_longer_has_is_a_fault(
     assert replay(machine.journal.entries).is_sufficient
 
 
+# --- combined workers -----------------------------------------------------------------------------------------------
+
+
+async def test_an_order_that_died_with_its_link_is_given_again(make_cluster: MakeCluster) -> None:
+    """The decode side of a combined worker holds the lease of both: nothing else would ever miss the lost prefill."""
+    cluster = make_cluster()
+    await cluster.start("combined")
+    link = cluster.backend._relay.links[cluster.workers["combined-0"][1].incarnation]
+    send = link.send
+
+    def lose(message: Any) -> bool:
+        if isinstance(message, Prefill):
+            link.abort()
+            return True
+        return send(message)
+
+    link.send = lose  # type: ignore[method-assign]
+    spec = make_spec(100)
+    answer = await asyncio.wait_for(collect(await cluster.submit(spec)), SETTLE_S)
+    assert answer == (cluster.golden(spec), "length")
+    assert len((await record_of(cluster))["attempts"]) == 1
+
+
+async def test_a_fault_that_nobody_heard_of_ends_with_the_lease(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill that failed takes its own decode side along, so that the attempt is held by nobody and lapses."""
+    cluster = make_cluster()
+    await cluster.start("combined")
+    fail_engine(cluster, "combined-0", times=1)
+    deliver = cluster.backend.on_message
+
+    def swallow(link: WorkerLink, message: Any) -> None:
+        if not isinstance(message, AttemptFault):
+            deliver(link, message)
+
+    monkeypatch.setattr(cluster.backend, "on_message", swallow)
+    spec = make_spec(100)
+    answer = await asyncio.wait_for(collect(await cluster.submit(spec)), SETTLE_S)
+    assert answer == (cluster.golden(spec), "length")
+    assert len((await record_of(cluster))["attempts"]) == 2
+
+
+async def test_blocks_are_nobodys_while_the_engine_computes_in_them(make_cluster: MakeCluster) -> None:
+    """The ingress is gone in the middle of a step: what that step still writes into goes to no other attempt."""
+    cluster = make_cluster()
+    await cluster.start("combined")
+    worker = cluster.worker("combined-0")
+    computing, go_on = threading.Event(), threading.Event()
+    right = worker._engine._engine.forward
+
+    def slow(chunks: Any) -> Any:
+        computing.set()
+        go_on.wait(SETTLE_S)
+        return right(chunks)
+
+    worker._engine._engine.forward = slow  # type: ignore[method-assign]
+    await cluster.submit(make_spec(100))
+    assert await asyncio.to_thread(computing.wait, SETTLE_S)
+    await asyncio.to_thread(worker.remove_ingress, cluster.address.incarnation)
+    held = worker._pool.counts()
+    go_on.set()
+    assert held.free < held.total, "freed in the middle of a step"
+    await until(lambda: worker._pool.counts().free == held.total)
+
+
 # --- another attempt ------------------------------------------------------------------------------------------------
 
 
@@ -248,10 +314,11 @@ async def test_a_stopped_prefill_is_waited_out_then_another_answers(make_cluster
     assert_one_after_the_other(record)
 
 
-async def test_after_the_boundary_nothing_runs_again(make_cluster: MakeCluster) -> None:
-    """H3: with a second pair at hand and budget left, the stream still only ends."""
+@pytest.mark.parametrize("roles", [("prefill", "prefill", "decode", "decode"), ("combined", "combined")])
+async def test_after_the_boundary_nothing_runs_again(make_cluster: MakeCluster, roles: tuple[str, ...]) -> None:
+    """H3: with a second pair at hand and budget left, the stream only ends, for the reason that the worker gives."""
     cluster = make_cluster(**{BACKLOG: 4})
-    await cluster.start("prefill", "prefill", "decode", "decode")
+    await cluster.start(*roles)
     generation = await cluster.submit(make_spec(40, 100))
     tokens = await first_delta(generation)
     fail_engine(cluster, cluster.backend._running["req-1"].machine.current.workers["decode"].worker_id)

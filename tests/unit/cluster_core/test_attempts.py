@@ -356,6 +356,19 @@ def test_a_cancel_into_a_dead_link_is_repeated_when_it_is_back() -> None:
     assert driver(ev.LinkBack, incarnation="d0#1") == [ev.SendCancel("att-1", 1, "decode", "repeated")]
 
 
+def test_an_order_into_a_dead_link_is_repeated_for_a_combined_worker() -> None:
+    """Its decode side renews the one lease of both, so that no silence would ever tell of the lost order."""
+    driver = Driver()
+    driver(ev.Routed, attempt_id="att-1", prefill=P0, decode=P0)
+    assert driver(ev.LinkBack, incarnation="p0#1") == [ev.AskResend("att-1", 1, 0)], "prefill was not ordered yet"
+    assert driver(ev.BlocksReserved, **FIRST) == [ev.SendPrefill("att-1", 1)]
+    assert driver(ev.LinkBack, incarnation="p0#1") == [ev.SendPrefill("att-1", 1), ev.AskResend("att-1", 1, 0)]
+    driver(ev.TokensArrived, **FIRST, first_index=0, num_tokens=2)
+    assert driver(ev.LinkBack, incarnation="p0#1") == [ev.AskResend("att-1", 1, 2)]
+    apart = Driver().prefill()
+    assert apart(ev.LinkBack, incarnation="p0#1") == [], "a prefill worker of its own lapses by itself"
+
+
 def test_books_stay_open_for_a_write_under_way() -> None:
     """With ``told_by_event`` the last write is counted, whatever ended the request meanwhile."""
     driver = Driver(told_by_event=True).deliver(2)
