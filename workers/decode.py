@@ -352,6 +352,9 @@ class DecodeSide:
             if not held.decoding and held.link.may_publish(held.key):
                 deadline_ns = now_ns + held.request.reservation_ms * 1_000_000
                 self._pool.renew(AttemptId(held.key[0]), held.key[1], deadline_ns=deadline_ns)
+        for attempt_id, epoch in self._lent:
+            # No reservation ends under the engine; the prefill that computes in it does, by its own lease.
+            self._pool.renew(AttemptId(attempt_id), epoch, deadline_ns=None)
         for link, request in self._waiting.expire(now_ns):
             self.counters["reservations_expired"] += 1
             link.end((request.attempt_id, request.epoch))

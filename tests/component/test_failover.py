@@ -22,6 +22,7 @@ from workers import decode_attempt
 
 MakeCluster = Callable[..., MiniCluster]
 BACKLOG = "limits.max_stream_backlog_tokens"
+HOUR_NS = 3600 * 10**9
 
 
 @contextmanager
@@ -195,7 +196,10 @@ async def test_a_fault_that_nobody_heard_of_ends_with_the_lease(
 
 
 async def test_blocks_are_nobodys_while_the_engine_computes_in_them(make_cluster: MakeCluster) -> None:
-    """The ingress is gone in the middle of a step: what that step still writes into goes to no other attempt."""
+    """The ingress is gone in the middle of a step: what that step still writes into goes to no other attempt.
+
+    The end of its reservation does not give it away either.
+    """
     cluster = make_cluster()
     await cluster.start("combined")
     worker = cluster.worker("combined-0")
@@ -211,6 +215,12 @@ async def test_blocks_are_nobodys_while_the_engine_computes_in_them(make_cluster
     await cluster.submit(make_spec(100))
     assert await asyncio.to_thread(computing.wait, SETTLE_S)
     await asyncio.to_thread(worker.remove_ingress, cluster.address.incarnation)
+    worker._decode._clock_ns = lambda: boottime_ns() + HOUR_NS
+
+    async def tick() -> None:
+        worker._decode.on_tick()
+
+    await asyncio.to_thread(worker._links.run, tick(), deadline_s=SETTLE_S)
     held = worker._pool.counts()
     go_on.set()
     assert held.free < held.total, "freed in the middle of a step"
