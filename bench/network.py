@@ -41,26 +41,31 @@ class Place:
 @contextmanager
 def cable() -> Iterator[tuple[Place, Place]]:
     """Makes two namespaces joined by a veth pair and removes them. Raises: EnvironmentProblem where that cannot be."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        raise EnvironmentProblem("network namespaces need root and the ip command (Debian, Ubuntu: iproute2)")
+    require_namespaces()
     mark = secrets.token_hex(3)
     ends = (Place(f"kopir-a-{mark}", f"ka{mark}", "10.78.0.1"), Place(f"kopir-b-{mark}", f"kb{mark}", "10.78.0.2"))
     here, there = ends
     try:
         for end in ends:
-            _ip("netns", "add", end.namespace)
+            run_ip("netns", "add", end.namespace)
         peer = ["peer", "name", there.device, "netns", there.namespace]
-        _ip("link", "add", here.device, "netns", here.namespace, "type", "veth", *peer)
+        run_ip("link", "add", here.device, "netns", here.namespace, "type", "veth", *peer)
         for end in ends:
-            _ip("-n", end.namespace, "addr", "add", f"{end.host}/24", "dev", end.device)
-            _ip("-n", end.namespace, "link", "set", end.device, "up")
-            _ip("-n", end.namespace, "link", "set", "lo", "up")
+            run_ip("-n", end.namespace, "addr", "add", f"{end.host}/24", "dev", end.device)
+            run_ip("-n", end.namespace, "link", "set", end.device, "up")
+            run_ip("-n", end.namespace, "link", "set", "lo", "up")
         for end in ends:
             wait_until_up(end)
         yield ends
     finally:
         for end in ends:
             subprocess.run(["ip", "netns", "del", end.namespace], capture_output=True, timeout=COMMAND_DEADLINE_S)
+
+
+def require_namespaces() -> None:
+    """Raises: EnvironmentProblem where this process may not make network namespaces."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        raise EnvironmentProblem("network namespaces need root and the ip command (Debian, Ubuntu: iproute2)")
 
 
 def call_inside(place: Place, make: Callable[[], T]) -> T:
@@ -72,7 +77,7 @@ def call_inside(place: Place, make: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            _enter(place.namespace)
+            enter(place.namespace)
             future.set_result(make())
         except BaseException as error:
             future.set_exception(error)
@@ -83,7 +88,8 @@ def call_inside(place: Place, make: Callable[[], T]) -> T:
     return future.result()
 
 
-def _enter(namespace: str) -> None:
+def enter(namespace: str) -> None:
+    """Moves the calling thread into a network namespace, with mounts of its own. Raises: EnvironmentProblem."""
     descriptor = os.open(NAMESPACE_FOLDER / namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _call("unshare", CLONE_NEWNS)
@@ -104,13 +110,14 @@ def _call(name: str, *arguments: object) -> None:
 def wait_until_up(end: Place) -> None:
     """The kernel finds out about a carrier a moment after the device was switched on."""
     deadline = time.monotonic() + COMMAND_DEADLINE_S
-    while "state UP" not in _ip("-n", end.namespace, "link", "show", "dev", end.device):
+    while "state UP" not in run_ip("-n", end.namespace, "link", "show", "dev", end.device):
         if time.monotonic() > deadline:
             raise EnvironmentProblem(f"the cable's end {end.device} does not come up")
         time.sleep(0.01)
 
 
-def _ip(*arguments: str) -> str:
+def run_ip(*arguments: str) -> str:
+    """Runs ``ip`` and returns what it prints. Raises: EnvironmentProblem with its message."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=COMMAND_DEADLINE_S)
     if done.returncode != 0:
         raise EnvironmentProblem(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

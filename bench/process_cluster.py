@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
+from bench.network import Place, enter
 from cluster.config import Config
 from cluster.ingress.api.backend import Generation
 from cluster.ingress.backend import RelayBackend
@@ -67,8 +68,16 @@ class WorkerLife:
 class ProcessCluster:
     """See the module. Workers are named ``prefill-0``, ``decode-0``, ``combined-0`` ... by role and number."""
 
-    def __init__(self, config: Config, model: Path) -> None:
+    def __init__(
+        self, config: Config, model: Path, *, address: str = "127.0.0.1", places: Mapping[str, Place] | None = None
+    ) -> None:
+        """``places``: the host (network namespace) of each worker by name; the others live here, at ``address``.
+
+        Only the workers that live here use the store: a store serves the workers of its own host.
+        """
         self.config = config
+        self._host = address
+        self._places = dict(places or {})
         self.registry = CollectorRegistry()
         self.lives: dict[str, WorkerLife] = {}
         self.gone: list[str] = []
@@ -109,8 +118,8 @@ class ProcessCluster:
             block_bytes=self._plan.store.block_bytes,
             num_blocks=self._plan.store.num_blocks,
         )
-        self._store_address = await asyncio.to_thread(self.store.start, "127.0.0.1")
-        host, port = await self.backend.start("127.0.0.1")
+        self._store_address = await asyncio.to_thread(self.store.start, self._host)
+        host, port = await self.backend.start(self._host)
         self._address = IngressAddress(
             ingress_id="ingress-0", incarnation=self._me.incarnation, host=host, port=port, pid=os.getpid()
         )
@@ -126,14 +135,15 @@ class ProcessCluster:
 
     async def replace(self, name: str) -> WorkerLife:
         """Starts a new life of a worker and lets everybody know it. The old one, if any, must be dead."""
-        spec = msgspec.structs.replace(
-            self._templates[name],
-            incarnation=new_incarnation(),
-            store_host=self._store_address[0],
-            store_port=self._store_address[1],
-        )
+        spec = msgspec.structs.replace(self._templates[name], incarnation=new_incarnation(), bind_host=self._host)
+        place = self._places.get(name)
+        if place is None:
+            host, port = self._store_address
+            spec = msgspec.structs.replace(spec, store_host=host, store_port=port)
+        else:
+            spec = msgspec.structs.replace(spec, bind_host=place.host, node=place.namespace)
         ours, theirs = _context.Pipe()
-        process = _context.Process(target=_run_worker, args=(spec, _SECRET, theirs), daemon=True)
+        process = _context.Process(target=_run_worker, args=(spec, _SECRET, theirs, place), daemon=True)
         await asyncio.to_thread(process.start)
         theirs.close()
         join = await asyncio.wait_for(asyncio.to_thread(ours.recv), START_DEADLINE_S)
@@ -244,8 +254,10 @@ def _ask(pipe: Connection, question: tuple[str, tuple[Any, ...]]) -> Any:
     return pipe.recv()
 
 
-def _run_worker(spec: WorkerSpec, secret: bytes, pipe: Connection) -> None:
-    """Runs in the worker's process: starts the worker, then carries out calls until the pipe ends."""
+def _run_worker(spec: WorkerSpec, secret: bytes, pipe: Connection, place: Place | None) -> None:
+    """Runs in the worker's process: starts the worker at its place, then carries out calls until the pipe ends."""
+    if place is not None:
+        enter(place.namespace)
     from workers.worker import Worker
 
     worker = Worker(spec, secret)

@@ -271,6 +271,8 @@ class RouteAgain(Struct, frozen=True):
 
     avoid: tuple[str, ...]
     """Incarnations that this request has failed on."""
+    silent_nodes: tuple[str, ...] = ()
+    """Hosts of sides that were lost by silence: what ails a network ails everybody on it."""
 
 
 class Fail(Struct, frozen=True):

@@ -50,6 +50,8 @@ _INTERRUPT_REASONS: dict[str, ev.InterruptReason] = {
 }
 """Every other fault is told to the client as ``engine_fault``."""
 
+_SILENCE = frozenset({"network_cut", "lease_expired"})
+
 
 class Budget(Protocol):
     """Who may say no to another attempt although the request itself would allow it."""
@@ -84,6 +86,8 @@ class Attempt:
     lost_link: set[Role] = field(default_factory=set)
     blamed: set[Role] = field(default_factory=set)
     """Sides that failed, or may have: the next attempt goes elsewhere if it can."""
+    silent: set[Role] = field(default_factory=set)
+    """Sides that did not hear the ingress, or were not heard, within a lease."""
     num_cached: int = 0
     """Prompt tokens that prefill found in the store."""
     first_token_ns: int | None = None
@@ -426,6 +430,8 @@ class RequestMachine:
         """A side is over. That ends the attempt unless the side had nothing left to do for it."""
         # A transfer has two ends, and the one that tells of its failure need not be the one that failed.
         attempt.blamed.update(ROLES if reason == "transfer_failed" else (role,))
+        if reason in _SILENCE:
+            attempt.silent.add(role)
         return self._lose(attempt, now_ns, reason, message) if self._needs(attempt, role) else []
 
     def _lose(self, attempt: Attempt, now_ns: int, reason: str, message: str) -> list[Instruction]:
@@ -485,7 +491,8 @@ class RequestMachine:
                 self.phase = Phase.ROUTED
                 self.journal.phase(now_ns, self.phase.value)
                 failed_on = {a.workers[role].incarnation for a in self.attempts for role in a.blamed}
-                out.append(ev.RouteAgain(tuple(sorted(failed_on))))
+                silent = {a.workers[role].node for a in self.attempts for role in a.silent}
+                out.append(ev.RouteAgain(tuple(sorted(failed_on)), tuple(sorted(silent))))
             else:
                 status, code, retryable = _http_failure(self._failure[0])
                 out += self._fail(now_ns, status, code, self._failure[1], retryable=retryable)

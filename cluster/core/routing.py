@@ -76,6 +76,16 @@ def large_enough(candidates: Iterable[Candidate], *, prompt_blocks: int, total_b
     return large
 
 
+def elsewhere(candidates: Iterable[Candidate], nodes: Collection[str]) -> list[Candidate]:
+    """Returns the candidates that live on no host of ``nodes``, or all of them where the others are no pair.
+
+    A network that lost one worker has lost its neighbours, and those do not show it before their own lease ends.
+    """
+    known = list(candidates)
+    others = [candidate for candidate in known if candidate.ref.node not in nodes]
+    return others if _has_pair(others) else known
+
+
 def _rank(candidate: Candidate, avoid: Collection[str]) -> tuple[bool, int]:
     return candidate.ref.incarnation in avoid, candidate.load
 

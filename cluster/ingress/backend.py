@@ -308,6 +308,7 @@ class RelayBackend(Backend):
                     self._lapsed(request, incarnation, attempt_id, epoch)
 
     def _lapsed(self, request: RunningRequest, incarnation: str, attempt_id: str, epoch: int) -> None:
+        self._cool.failed(incarnation, self._clock_ns())
         # A combined worker holds both sides under one lease.
         for role in ev.ROLES:
             if self._ref(request, attempt_id, role).incarnation == incarnation:
@@ -469,13 +470,13 @@ class RelayBackend(Backend):
 
     # --- Orders -----------------------------------------------------------------------------------------------
 
-    def route(self, generation: RunningRequest, avoid: tuple[str, ...]) -> None:
+    def route(self, generation: RunningRequest, avoid: tuple[str, ...], silent_nodes: tuple[str, ...] = ()) -> None:
         """Chooses a pair and starts an attempt on it."""
         now_ns = self._clock_ns()
         lost = generation.machine.current
         if lost is not None:
             self._placement.prefill_ended(lost.attempt_id, lost.workers["prefill"].incarnation)
-        decision = self._choose(generation, avoid)
+        decision = self._choose(generation, avoid, silent_nodes)
         if isinstance(decision, NoPair):
             generation.step(ev.NoRoute(now_ns=now_ns, message=decision.why))
             return
@@ -486,8 +487,12 @@ class RelayBackend(Backend):
         generation.step(ev.Routed(now_ns=now_ns, attempt_id=attempt_id, prefill=pair.prefill, decode=pair.decode))
         machine.journal.note(now_ns, "routing", len(machine.attempts), **for_journal(decision))
 
-    def _choose(self, request: RunningRequest, avoid: tuple[str, ...]) -> Decision | NoPair:
-        return self._placement.choose(request.spec, request.placed, loads=self._load(), avoid=avoid)
+    def _choose(
+        self, request: RunningRequest, avoid: tuple[str, ...], silent_nodes: tuple[str, ...] = ()
+    ) -> Decision | NoPair:
+        return self._placement.choose(
+            request.spec, request.placed, loads=self._load(), avoid=avoid, silent_nodes=silent_nodes
+        )
 
     def _load(self) -> dict[str, int]:
         load: dict[str, int] = {}

@@ -44,7 +44,7 @@ class Orders(Protocol):
 
     def wait_for_fence(self, generation: RunningRequest, order: ev.WaitForFence) -> None: ...
 
-    def route(self, generation: RunningRequest, avoid: tuple[str, ...]) -> None: ...
+    def route(self, generation: RunningRequest, avoid: tuple[str, ...], silent_nodes: tuple[str, ...] = ()) -> None: ...
 
     def give_credit(self, generation: RunningRequest, max_index: int) -> None: ...
 
@@ -232,7 +232,7 @@ class RunningRequest(Generation):
                 self._orders.ask_resend(self, order)
             case ev.RouteAgain():
                 self._restart()
-                self._orders.route(self, order.avoid)
+                self._orders.route(self, order.avoid, order.silent_nodes)
             case ev.Fail():
                 self._put(_failure(order))
             case ev.Interrupt():

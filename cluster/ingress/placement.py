@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.core.prefix_router import Decision, PrefixRouter, Prompt, held_by_tier, prefix_hint
-from cluster.core.routing import Candidate, NoPair
+from cluster.core.routing import Candidate, NoPair, elsewhere
 from cluster.ingress.fleet import Fleet
 from cluster.ingress.host_tiers import HostTiers
 from cluster.ingress.relay import WorkerLink
@@ -99,14 +99,27 @@ class Placement:
         return Placed(hashes, await self._host_tiers.prefixes(hashes), hints)
 
     def choose(
-        self, spec: GenerationSpec, placed: Placed, *, loads: Mapping[str, int], avoid: Collection[str]
+        self,
+        spec: GenerationSpec,
+        placed: Placed,
+        *,
+        loads: Mapping[str, int],
+        avoid: Collection[str],
+        silent_nodes: Collection[str] = (),
     ) -> Decision | NoPair:
-        """Returns the pair for the next attempt, with the numbers behind it."""
+        """Returns the pair for the next attempt, with the numbers behind it.
+
+        Args:
+            loads: attempts of this ingress by life.
+            avoid: lives that this request has failed on.
+            silent_nodes: hosts that it lost a side on by silence.
+        """
         num_prompt = len(spec.prompt_token_ids)
         candidates = [
             Candidate(ref, role, loads.get(ref.incarnation, 0), pool_blocks)
             for ref, role, pool_blocks in self._fleet.usable()
         ]
+        candidates = elsewhere(candidates, silent_nodes)
         prompt = Prompt(
             num_tokens=num_prompt,
             block_tokens=self._block_tokens,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.core import attempt_events as ev
 from cluster.core.admission import Admission
 from cluster.core.attempt_events import WorkerRef
-from cluster.core.routing import Candidate, CoolDown, NoPair, Pair, choose_pair
+from cluster.core.routing import Candidate, CoolDown, NoPair, Pair, choose_pair, elsewhere
 from cluster.sim.client import Batch, Broken, Ended, Restarted, SimRequest
 from cluster.sim.kernel import Life
 from cluster.sim.network import Link
@@ -231,7 +231,7 @@ class SimIngress(IngressProcess):
                 request.queue.clear()
                 request.credit = self.world.scenario.shape.backlog_tokens
                 self._put(request, Restarted())
-                self._route(request, order.avoid)
+                self._route(request, order.avoid, order.silent_nodes)
             case ev.Fail():
                 self._put(request, Broken("error", order.status))
             case ev.Interrupt():
@@ -253,8 +253,8 @@ class SimIngress(IngressProcess):
             request.queue.append(Ended())
         self._wake(request)
 
-    def _route(self, request: SimRequest, avoid: tuple[str, ...]) -> None:
-        pair = self._choose(request, (*avoid, *self._cool.set_aside(self.now_ns)))
+    def _route(self, request: SimRequest, avoid: tuple[str, ...], silent_nodes: tuple[str, ...] = ()) -> None:
+        pair = self._choose(request, (*avoid, *self._cool.set_aside(self.now_ns)), silent_nodes)
         if isinstance(pair, NoPair):
             self.step(request, ev.NoRoute(now_ns=self.now_ns, message=pair.why))
             return
@@ -264,7 +264,7 @@ class SimIngress(IngressProcess):
             request, ev.Routed(now_ns=self.now_ns, attempt_id=attempt_id, prefill=pair.prefill, decode=pair.decode)
         )
 
-    def _choose(self, request: SimRequest, avoid: tuple[str, ...]) -> Pair | NoPair:
+    def _choose(self, request: SimRequest, avoid: tuple[str, ...], silent_nodes: tuple[str, ...] = ()) -> Pair | NoPair:
         load: dict[str, int] = {}
         for other in self.running.values():
             attempt = other.machine.current
@@ -279,6 +279,7 @@ class SimIngress(IngressProcess):
             for incarnation, (ref, role) in self._workers.items()
             if incarnation in self._links and incarnation not in self._gone
         ]
+        candidates = elsewhere(candidates, silent_nodes)
         ask = request.ask
         total = -(-(ask.prompt_blocks * BLOCK_TOKENS + ask.max_tokens - 1) // BLOCK_TOKENS)
         return choose_pair(candidates, prompt_blocks=ask.prompt_blocks, total_blocks=total, avoid=avoid)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from cluster.core.attempt_events import WorkerRef
-from cluster.core.routing import COOL_DOWN_NS_MAX, COOL_DOWN_NS_MIN, COOL_DOWNS_MAX, Candidate, CoolDown, NoPair, Pair
+from cluster.core.routing import (
+    COOL_DOWN_NS_MAX,
+    COOL_DOWN_NS_MIN,
+    COOL_DOWNS_MAX,
+    Candidate,
+    CoolDown,
+    NoPair,
+    Pair,
+    elsewhere,
+)
 from cluster.core.routing import choose_pair as choose
 
 
-def make(name: str, role: str, *, load: int = 0, pool_blocks: int = 8) -> Candidate:
-    return Candidate(WorkerRef(worker_id=name, incarnation=f"{name}#1", pid=1, node="n"), role, load, pool_blocks)
+def make(name: str, role: str, *, load: int = 0, pool_blocks: int = 8, node: str = "n") -> Candidate:
+    return Candidate(WorkerRef(worker_id=name, incarnation=f"{name}#1", pid=1, node=node), role, load, pool_blocks)
 
 
 def names(pair: Pair | NoPair) -> tuple[str, str]:
@@ -33,6 +42,15 @@ def test_lives_that_failed_this_request_come_last_but_come() -> None:
     candidates = [make("p0", "prefill"), make("d0", "decode"), make("d1", "decode", load=9)]
     assert names(choose(candidates, prompt_blocks=1, total_blocks=1, avoid=("d0#1",))) == ("p0", "d1")
     assert names(choose(candidates, prompt_blocks=1, total_blocks=1, avoid=("d0#1", "d1#1", "p0#1"))) == ("p0", "d0")
+
+
+def test_a_host_that_fell_silent_is_left_alone_while_there_is_another_pair() -> None:
+    """Its other workers are cut off as well; without a pair elsewhere, they are all there is."""
+    silent = [make("p0", "prefill", node="a"), make("d0", "decode", node="a")]
+    away = [make("p1", "prefill", node="b", load=9), make("d1", "decode", node="b", load=9)]
+    assert elsewhere([*silent, *away], ["a"]) == away
+    assert elsewhere([*silent, away[0]], ["a"]) == [*silent, away[0]]
+    assert elsewhere(silent, []) == silent
 
 
 def test_pools_that_can_never_hold_it_are_passed_over() -> None:
