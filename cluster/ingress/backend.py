@@ -33,6 +33,7 @@ from cluster.ingress.record_book import RecordBook
 from cluster.ingress.relay import RelayServer, WorkerLink
 from cluster.ingress.relay_metrics import RelayMetrics
 from cluster.ledger.key_store import KeyStore
+from cluster.ledger.tool_store import ToolStore
 from cluster.policy_source import PolicySource
 from cluster.view import ClusterView
 from kvstore.core.messages import (
@@ -140,6 +141,11 @@ class RelayBackend(Backend):
     def keys(self) -> KeyStore | None:
         """Idempotency keys in the ledger; None before ``join_ledger``."""
         return self._book.keys
+
+    @property
+    def tools(self) -> ToolStore | None:
+        """Tool calls in the ledger; None before ``join_ledger``."""
+        return self._book.tools
 
     async def close(self) -> None:
         """Interrupts what runs, waits a moment for its end to be told, then closes the links."""

@@ -18,6 +18,7 @@ from cluster.ledger.database import LedgerUnavailable
 from cluster.ledger.key_store import KeyStore
 from cluster.ledger.request_ledger import RequestLedger
 from cluster.ledger.request_store import OwnerRow, RequestRow
+from cluster.ledger.tool_store import ToolStore
 from kvstore.errors import KopirError
 from kvstore.net.handshake import PeerInfo
 
@@ -75,6 +76,11 @@ class RecordBook:
     def keys(self) -> KeyStore | None:
         """Idempotency keys; None without a ledger."""
         return None if self._ledger is None else self._ledger.keys
+
+    @property
+    def tools(self) -> ToolStore | None:
+        """Tool calls; None without a ledger."""
+        return None if self._ledger is None else self._ledger.tools
 
     @property
     def rejected(self) -> int:

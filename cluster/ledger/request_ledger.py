@@ -18,6 +18,7 @@ from cluster.core.owner_watch import OwnerWatch
 from cluster.ledger.database import Database, LedgerUnavailable, open_database
 from cluster.ledger.key_store import KeyStore
 from cluster.ledger.request_store import OwnerRow, RequestRow, RequestStore
+from cluster.ledger.tool_store import ToolStore
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class RequestLedger:
         self._store: RequestStore | None = None
         self.keys: KeyStore | None = None
         """Idempotency keys, in the same database; None before ``start``. Written at once, not behind."""
+        self.tools: ToolStore | None = None
+        """Tool calls, likewise."""
         self._thread = threading.Thread(target=self._run, name="kopir-ledger", daemon=True)
         self.num_written = 0
         self.num_lost = 0
@@ -78,6 +81,7 @@ class RequestLedger:
         self._database = open_database(self._url)
         self._store = RequestStore(self._database)
         self.keys = KeyStore(self._database)
+        self.tools = ToolStore(self._database)
         self._store.register(self._me, now_ms=self._now_ms())
         self._thread.start()
 
@@ -184,8 +188,9 @@ class RequestLedger:
         if now_ns >= self._next_prune_ns:
             self._next_prune_ns = now_ns + int(PRUNE_EVERY_S * 1e9)
             store.prune(self._now_ms() - self._retention_ms)
-            assert self.keys is not None
+            assert self.keys is not None and self.tools is not None
             self.keys.prune(self._now_ms() - self._retention_ms)
+            self.tools.prune(self._now_ms() - self._retention_ms)
 
     def _now_ms(self) -> int:
         return int(self._unix_s() * 1000)

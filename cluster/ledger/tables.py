@@ -6,7 +6,7 @@ them. ``owners.beat`` is a counter, so that a reader can see life without compar
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Index, Integer, MetaData, String, Table, Text, UniqueConstraint
 
 SCHEMA_VERSION = 1
 
@@ -65,3 +65,43 @@ idempotency_keys = Table(
     Index("kopir_idempotency_keys_age", "updated_at_ms"),
 )
 """One row per key of a tenant; ``state`` is running, sent, finished or interrupted."""
+
+tool_runs = Table(
+    "kopir_tool_runs",
+    metadata,
+    Column("logical_id", String(128), primary_key=True),
+    Column("tenant", String(128), nullable=False),
+    Column("key", String(255), nullable=True),
+    Column("body_digest", String(64), nullable=False),
+    Column("request_id", String(128), nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("frozen", Text, nullable=False),
+    Column("created_at_ms", BigInteger, nullable=False),
+    Column("updated_at_ms", BigInteger, nullable=False),
+    UniqueConstraint("tenant", "key", name="kopir_tool_runs_key"),
+    Index("kopir_tool_runs_request", "request_id"),
+    Index("kopir_tool_runs_age", "updated_at_ms"),
+)
+"""One row per logical request with server-side tools. ``epoch`` grows with every life that takes it up: who comes with
+an older one writes nothing. ``frozen``: what every life must begin with, as JSON."""
+
+tool_calls = Table(
+    "kopir_tool_calls",
+    metadata,
+    Column("logical_id", String(128), primary_key=True),
+    Column("round_index", Integer, primary_key=True),
+    Column("call_index", Integer, primary_key=True),
+    Column("call_id", String(64), nullable=False),
+    Column("request_id", String(128), nullable=False),
+    Column("name", String(64), nullable=False),
+    Column("arguments_digest", String(64), nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("num_tries", Integer, nullable=False),
+    Column("result", Text, nullable=True),
+    Column("is_error", Boolean, nullable=False),
+    Column("why", Text, nullable=False),
+    Column("created_at_ms", BigInteger, nullable=False),
+    Column("updated_at_ms", BigInteger, nullable=False),
+    Index("kopir_tool_calls_request", "request_id"),
+)
+"""One row per tool call; ``request_id`` is the HTTP request that recorded the intent."""
