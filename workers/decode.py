@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from kvstore.core.block_pool import BlockPool, Reservation
-from kvstore.core.ids import AttemptId, Incarnation
+from kvstore.core.block_pool import BlockPool, CachedBlock, Reservation
+from kvstore.core.ids import AttemptId, BlockDigest, Incarnation
 from kvstore.core.messages import (
     AttemptFault,
     BlocksLanded,
@@ -40,9 +40,11 @@ from kvstore.core.messages import (
 )
 from kvstore.store.client import StoreClient
 from kvstore.transport.base import BlockReceive, TransferResult, Transport
+from workers.answer_blocks import AnswerBlocks
 from workers.core.hand_off import HandOffState, HandOffTracker, Refusal
 from workers.core.waiting_line import WaitingLine
 from workers.decode_attempt import DecodeAttempt
+from workers.device_cache import DeviceCache
 from workers.engine_loop import AttemptKey, EngineLoop, NewToken, end_reason
 from workers.growth import Growth
 from workers.ingress_link import IngressLink
@@ -72,18 +74,19 @@ class DecodeSide:
         *,
         pool: BlockPool,
         memory: KvPool,
+        device: DeviceCache,
         transport: Transport,
         engine: EngineLoop,
         clock_ns: Callable[[], int],
         post: Callable[..., None],
         store: StoreClient | None = None,
-        fingerprint_digest: bytes | None = None,
         proof: LayoutProof | None = None,
     ) -> None:
         self._spec = spec
         self._proof = proof
         self._pool = pool
         self._memory = memory
+        self._device = device
         self._transport = transport
         self._engine = engine
         self._clock_ns = clock_ns
@@ -109,8 +112,12 @@ class DecodeSide:
                 "leases_expired",
                 "stale_messages",
                 "preemptions",
+                "resumed_device_tokens",
                 "resumed_loaded_tokens",
                 "resumed_computed_tokens",
+                "held_blocks",
+                "held_blocks_lost",
+                "answer_blocks_stored",
             ),
             0,
         )
@@ -119,13 +126,22 @@ class DecodeSide:
             self._attempts,
             pool=pool,
             memory=memory,
+            device=device,
             engine=engine,
             post=post,
             on_freed=self._admit_waiting,
             on_fault=self.on_engine_fault,
             counters=self.counters,
             store=store,
-            fingerprint_digest=fingerprint_digest,
+        )
+        self._answers = AnswerBlocks(
+            pool=pool,
+            memory=memory,
+            device=device,
+            store=store,
+            counters=self.counters,
+            clock_ns=clock_ns,
+            on_freed=self._admit_waiting,
         )
 
     # --- what the worker may ask --------------------------------------------------------------------------
@@ -154,6 +170,11 @@ class DecodeSide:
             then()
         elif attempt is not None and not attempt.decoding:
             self._stop(attempt)
+
+    def held(self, key: AttemptKey) -> tuple[CachedBlock, ...]:
+        """Returns the blocks of an attempt's prompt that were here before it."""
+        attempt = self._attempts.get(key)
+        return attempt.held if attempt is not None else ()
 
     # --- from the ingress ---------------------------------------------------------------------------------
 
@@ -297,13 +318,18 @@ class DecodeSide:
         if attempt is not None and not attempt.decoding:
             self._stop(attempt)
 
-    def local_hand_off(self, message: HandOff) -> bool:
-        """A combined worker computed the prompt in this attempt's own blocks. Returns False if it is gone."""
+    def local_hand_off(self, message: HandOff, digests: Sequence[BlockDigest]) -> bool:
+        """A combined worker computed the prompt in this attempt's own blocks. Returns False if it is gone.
+
+        ``digests``: of the blocks of the prompt, in order.
+        """
         attempt = self._attempts.get((message.attempt_id, message.epoch))
-        if attempt is None:
+        if attempt is None or self._lost_block(attempt) is not None:
             return False
         for block in attempt.tracker.blocks:
             self._pool.landed(AttemptId(attempt.key[0]), attempt.key[1], slot=block.slot, generation=block.generation)
+        for index in range(len(attempt.held), len(attempt.hashes)):
+            self._device.share(attempt.key, index, attempt.hashes[index], digests[index])
         self._begin_decode(attempt, message)
         return True
 
@@ -320,9 +346,10 @@ class DecodeSide:
                 self.counters["tokens_discarded"] += 1
                 continue
             attempt.num_generated = token.index + 1
+            attempt.generated.append(token.token_id)
             frames.setdefault(attempt.link, []).append(attempt.delta(token))
             if token.end is not None:
-                attempt.ended = True
+                attempt.ended = attempt.is_whole = True
                 self._growth.left(attempt)
                 ended.append(attempt)
             else:
@@ -392,19 +419,32 @@ class DecodeSide:
         """Tells every ingress that its streams end here."""
         for attempt in tuple(self._attempts.values()):
             self._fault(attempt, "shutdown", "the worker is stopping")
+        self._answers.close()
 
     # --- inside -------------------------------------------------------------------------------------------
 
     def _try_reserve(self, entry: tuple[IngressLink, Reserve]) -> bool:
         link, request = entry
         num_blocks = self._growth.blocks_at_first(_num_tokens(request))
-        if len(self._attempts) >= self._spec.max_num_seqs or not self._growth.may_admit(num_blocks):
+        # At least one token is computed and its block travels, so that a hand-off is always waited for.
+        num_held_max = (len(request.spec.prompt_token_ids) - 1) // self._spec.block_tokens
+        hashes = self._device.hashes(request.spec)
+        if len(self._attempts) >= self._spec.max_num_seqs or not self._growth.may_admit(
+            num_blocks, hashes[:num_held_max]
+        ):
             return False
+        held = self._device.match(hashes[:num_held_max])
+        if not self._growth.may_admit(num_blocks, [block.block_hash for block in held]):
+            return False
+        attempt = self._reserve(link, request, num_blocks, held)
+        attempt.hashes = hashes
+        self.counters["held_blocks"] += len(held)
         # Where the link is down, the ingress asks again when it is back; if it never is, the lease runs out.
-        link.send(self._reserved(self._reserve(link, request, num_blocks)))
+        link.send(self._reserved(attempt))
         return True
 
     def _reserved(self, attempt: DecodeAttempt) -> Reserved:
+        held = attempt.held
         ticket = Ticket(
             attempt_id=attempt.key[0],
             epoch=attempt.key[1],
@@ -413,26 +453,37 @@ class DecodeSide:
             kv_host=self.kv_address[0],
             kv_port=self.kv_address[1],
             blocks=attempt.tracker.blocks,
+            num_held_blocks=len(held),
+            held_hash=held[-1].block_hash if held else b"",
         )
         return Reserved(attempt_id=attempt.key[0], epoch=attempt.key[1], ticket=ticket)
 
-    def _reserve(self, link: IngressLink, request: Reserve, num_blocks: int) -> DecodeAttempt:
-        """Takes the prompt's blocks, which prefill writes, and room for the next token; the stream grows from there."""
+    def _reserve(
+        self, link: IngressLink, request: Reserve, num_blocks: int, held: tuple[CachedBlock, ...]
+    ) -> DecodeAttempt:
+        """Takes the prompt's blocks, which prefill writes, and room for the next token; the stream grows from there.
+
+        Blocks of the prompt that are here already are held, so that they stay until the attempt ends.
+        """
         attempt_id, epoch = AttemptId(request.attempt_id), request.epoch
         deadline_ns = self._clock_ns() + request.reservation_ms * 1_000_000
         num_prompt_blocks = -(-len(request.spec.prompt_token_ids) // self._spec.block_tokens)
-        prompt = self._pool.reserve(attempt_id, epoch, num_blocks=num_prompt_blocks, deadline_ns=deadline_ns)
+        cached = [block.block_hash for block in held]
+        prompt = self._pool.reserve(
+            attempt_id, epoch, num_blocks=num_prompt_blocks, deadline_ns=deadline_ns, cached=cached
+        )
         rest = self._pool.extend(attempt_id, epoch, num_blocks=num_blocks - num_prompt_blocks)
         assert isinstance(prompt, Reservation) and isinstance(rest, Reservation), (prompt, rest)
-        slots = tuple(block.slot for block in (*prompt.blocks, *rest.blocks))
+        slots = (*prompt.slots, *rest.slots)
         self._num_arrived += 1
         attempt = DecodeAttempt(
             request,
             link,
             slots,
-            HandOffTracker(prompt.blocks),
+            HandOffTracker(prompt.blocks, num_held=len(held)),
             arrival=self._num_arrived,
             max_index=self._spec.max_stream_backlog_tokens,
+            held=held,
         )
         self._attempts[attempt.key] = attempt
         self._growth.joined(attempt)
@@ -469,11 +520,13 @@ class DecodeSide:
         state = attempt.tracker.state
         for block, result in zip(posted, results, strict=True):
             if result is TransferResult.OK:
-                destination = attempt.tracker.blocks[block.index]
+                destination = attempt.tracker.destination(block.index)
                 landed = self._pool.landed(
                     AttemptId(key[0]), key[1], slot=destination.slot, generation=destination.generation
                 )
                 assert landed, f"{key} block {block.index}: its slot is not reserved any more"
+                if block.index < len(attempt.hashes):
+                    self._device.share(key, block.index, attempt.hashes[block.index], BlockDigest(block.digest))
                 state = attempt.tracker.on_landed(block.index)
             else:
                 if result is TransferResult.CORRUPT:
@@ -511,8 +564,18 @@ class DecodeSide:
             self._fault(attempt, "transfer_failed", attempt.tracker.failure)
         elif state is HandOffState.COMPLETE and not attempt.decoding:
             assert attempt.tracker.hand_off is not None and attempt.peer is not None
+            lost = self._lost_block(attempt)
+            if lost is not None:
+                self._fault(attempt, "transfer_failed", f"block {lost} was held for this attempt and is gone")
+                return
             self._begin_decode(attempt, attempt.tracker.hand_off)
             attempt.peer.send(HandOffDone(attempt_id=attempt.key[0], epoch=attempt.key[1], accepted=True))
+
+    def _lost_block(self, attempt: DecodeAttempt) -> int | None:
+        """Returns which of its held blocks an attempt cannot use any more: it was dropped, its bytes are wrong."""
+        lost = next((i for i, block in enumerate(attempt.held) if not self._pool.is_intact(block)), None)
+        self.counters["held_blocks_lost"] += lost is not None
+        return lost
 
     def _begin_decode(self, attempt: DecodeAttempt, hand_off: HandOff) -> None:
         """Publishes the token that prefill sampled, then lets the engine go on from it."""
@@ -576,6 +639,7 @@ class DecodeSide:
                 then(max(num_computed, attempt.num_generated))
 
         if attempt.decoding:
+            attempt.is_whole = attempt.is_whole or (attempt.is_sound and self._growth.has_all_blocks(attempt))
             self._growth.stop(attempt, stopped)
         elif attempt.key in self._lent:
             self._lent[attempt.key] = lambda: stopped(0)
@@ -585,6 +649,7 @@ class DecodeSide:
     def _fault(self, attempt: DecodeAttempt, reason: FaultReason, message: str) -> None:
         """Ends an attempt by a fault and says so to its ingress and to prefill."""
         logger.warning("attempt_fault attempt_id=%s epoch=%d reason=%s %s", *attempt.key, reason, message)
+        attempt.is_sound = reason != "engine_fault"
         attempt.link.send(
             AttemptFault(attempt_id=attempt.key[0], epoch=attempt.key[1], reason=reason, message=message[:500])
         )
@@ -608,6 +673,7 @@ class DecodeSide:
         """Frees an attempt's blocks; those that a transfer may still write are quarantined."""
         attempt.link.end(attempt.key)
         self._growth.left(attempt)
+        self._answers.keep(attempt)
         self._pool.release(
             AttemptId(attempt.key[0]),
             attempt.key[1],

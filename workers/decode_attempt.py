@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvstore.core.block_pool import CachedBlock
+from kvstore.core.ids import BlockHash
 from kvstore.core.messages import Reserve, StreamDelta
 from workers.core.hand_off import HandOffTracker
 from workers.engine_loop import AttemptKey, NewToken
@@ -33,6 +35,16 @@ class DecodeAttempt:
     peer: KvPeer | None = None
     decoding: bool = False
     num_generated: int = 0
+    generated: list[int] = field(default_factory=list)
+    """Every token so far, as it came from prefill or the engine."""
+    hashes: list[BlockHash] = field(default_factory=list)
+    """Of the full blocks of the prompt."""
+    held: tuple[CachedBlock, ...] = ()
+    """The first blocks of the prompt, which were here before and do not travel."""
+    is_sound: bool = True
+    """The engine has not failed under it."""
+    is_whole: bool = False
+    """It has left the engine, and its blocks hold all tokens but the last."""
     ended: bool = False
     pending: list[StreamDelta] = field(default_factory=list)
     """Tokens that wait for the first grant of a lease."""

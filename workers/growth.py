@@ -18,13 +18,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvstore.core.block_pool import BlockPool, Reservation
-from kvstore.core.identity import prefix_hashes
-from kvstore.core.ids import AttemptId
+from kvstore.core.ids import AttemptId, BlockHash
 from kvstore.core.quota import tenant_of
+from kvstore.digest import block_digest
 from kvstore.store.client import PutBlock, StoreClient
 from workers.core.preemption import Holding, PreemptionOrder
 from workers.core.sequence import num_blocks_for
 from workers.decode_attempt import DecodeAttempt
+from workers.device_cache import DeviceCache
 from workers.engine_loop import AttemptKey, DecodeSequence, EngineLoop, PrefillJob
 from workers.kv_pool import KvPool
 
@@ -42,23 +43,23 @@ class Growth:
         *,
         pool: BlockPool,
         memory: KvPool,
+        device: DeviceCache,
         engine: EngineLoop,
         post: Callable[..., None],
         on_freed: Callable[[], None],
         on_fault: Callable[[list[AttemptKey], Exception], None],
         counters: dict[str, int],
         store: StoreClient | None = None,
-        fingerprint_digest: bytes | None = None,
     ) -> None:
         self._attempts = attempts
         self._pool = pool
         self._memory = memory
+        self._device = device
         self._engine = engine
         self._post = post
         self._on_freed = on_freed
         self._on_fault = on_fault
-        self._store = store if fingerprint_digest is not None else None
-        self._fingerprint_digest = fingerprint_digest or b""
+        self._store = store
         self._block_tokens = memory.layout.block_tokens
         self._order = PreemptionOrder()
         self._short: dict[AttemptKey, None] = {}
@@ -76,11 +77,22 @@ class Growth:
         """Returns with how many blocks such an attempt begins."""
         return min(num_blocks_for(attempt_tokens[0] + 1, self._block_tokens), self.blocks_in_all(attempt_tokens))
 
-    def may_admit(self, num_blocks: int) -> bool:
-        """Whether a new attempt may take so many blocks now, without pushing those that are here."""
+    def may_admit(self, num_blocks: int, hashes: Sequence[BlockHash] = ()) -> bool:
+        """Whether a new attempt may take so many blocks now, without pushing those that are here.
+
+        ``hashes``: the blocks among them that it shares with whoever has them.
+        """
         if self._short or self._order.next_return(self._is_idle) is not None:
             return False
-        return self._pool.counts().free >= num_blocks + self._order.margin_blocks()
+        return self._has_room(num_blocks, hashes)
+
+    def _has_room(self, num_blocks: int, hashes: Sequence[BlockHash]) -> bool:
+        num_taken = self._pool.num_taken(num_blocks, hashes)
+        return self._pool.counts().available >= num_taken + self._order.margin_blocks()
+
+    def has_all_blocks(self, attempt: DecodeAttempt) -> bool:
+        """Whether the attempt's blocks hold all its tokens but the last: it runs, or is just on its way out."""
+        return self._order.state(attempt.key) in (Holding.RUNNING, Holding.LEAVING)
 
     @property
     def num_away(self) -> int:
@@ -200,14 +212,14 @@ class Growth:
         task.add_done_callback(done)
 
     async def _move_out(self, attempt: DecodeAttempt) -> None:
-        tokens = _computed_tokens(attempt)
-        if self._store is not None:
-            blocks = [
-                PutBlock(block_hash, self._memory.block_bytes_view(attempt.slots[index]))
-                for index, block_hash in enumerate(self._hashes(attempt, tokens))
-            ]
-            if blocks:
-                await self._store.put_blocks(blocks, tenant=tenant_of(attempt.request.spec.tenant_salt))
+        hashes = self._hashes(attempt)
+        views = [self._memory.block_bytes_view(attempt.slots[index]) for index in range(len(hashes))]
+        blocks = [PutBlock(item, view, block_digest(view)) for item, view in zip(hashes, views, strict=True)]
+        if self._store is not None and blocks:
+            await self._store.put_blocks(blocks, tenant=tenant_of(attempt.request.spec.tenant_salt))
+        # What nobody needs at once is found here again when the stream comes back.
+        for index, block in enumerate(blocks):
+            self._device.share(attempt.key, index, block.block_hash, block.digest)
         self._pool.vacate(AttemptId(attempt.key[0]), attempt.key[1])
         attempt.slots = ()
         self._order.move(attempt.key, Holding.AWAY)
@@ -219,27 +231,32 @@ class Growth:
         num_tokens = attempt.num_prompt_tokens + attempt.num_generated
         in_all = self.blocks_in_all((attempt.num_prompt_tokens, attempt.request.spec.max_tokens))
         num_blocks = min(num_blocks_for(num_tokens + 1, self._block_tokens), in_all)
-        if self._pool.counts().free < num_blocks + self._order.margin_blocks():
+        hashes = self._hashes(attempt)
+        if not self._has_room(num_blocks, hashes):
             return False
-        given = self._pool.extend(AttemptId(attempt.key[0]), attempt.key[1], num_blocks=num_blocks)
-        assert isinstance(given, Reservation), given
-        attempt.slots = tuple(block.slot for block in given.blocks)
+        cached = [block.block_hash for block in self._device.match(hashes)]
+        given = self._pool.extend(AttemptId(attempt.key[0]), attempt.key[1], num_blocks=num_blocks, cached=cached)
+        if not isinstance(given, Reservation):
+            return False
+        attempt.slots = given.slots
         self._order.move(attempt.key, Holding.RETURNING)
-        self._move(attempt, self._move_in(attempt))
+        self._move(attempt, self._move_in(attempt, hashes, len(cached)))
         return True
 
-    async def _move_in(self, attempt: DecodeAttempt) -> None:
+    async def _move_in(self, attempt: DecodeAttempt, hashes: Sequence[BlockHash], num_cached: int) -> None:
         tokens = _computed_tokens(attempt)
-        num_loaded = 0
-        if self._store is not None and (hashes := self._hashes(attempt, tokens)):
+        num_blocks = num_cached
+        if self._store is not None and num_cached < len(hashes):
             loaded = await self._store.load_blocks(
-                hashes,
-                lambda index: self._memory.block_bytes_view(attempt.slots[index]),
+                hashes[num_cached:],
+                lambda index: self._memory.block_bytes_view(attempt.slots[num_cached + index]),
                 deadline_s=LOAD_DEADLINE_S,
                 tenant=tenant_of(attempt.request.spec.tenant_salt),
             )
-            num_loaded = loaded.num_loaded * self._block_tokens
-        self._counters["resumed_loaded_tokens"] += num_loaded
+            num_blocks += loaded.num_loaded
+        num_loaded = num_blocks * self._block_tokens
+        self._counters["resumed_device_tokens"] += num_cached * self._block_tokens
+        self._counters["resumed_loaded_tokens"] += num_loaded - num_cached * self._block_tokens
         self._counters["resumed_computed_tokens"] += len(tokens) - num_loaded
         if num_loaded == len(tokens):
             self._post(self._on_returned, attempt)
@@ -275,9 +292,9 @@ class Growth:
             )
         )
 
-    def _hashes(self, attempt: DecodeAttempt, tokens: Sequence[int]) -> list[Any]:
-        salt = attempt.request.spec.tenant_salt
-        return prefix_hashes(self._fingerprint_digest, salt, tokens, self._block_tokens)
+    def _hashes(self, attempt: DecodeAttempt) -> list[BlockHash]:
+        """Returns the names of the full blocks of a paused stream."""
+        return self._device.hashes(attempt.request.spec, attempt.output_token_ids[:-1])
 
 
 def _computed_tokens(attempt: DecodeAttempt) -> Sequence[int]:

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvstore.core.block_pool import BlockPool, NoCapacityResult, Reservation
-from kvstore.core.identity import prefix_hashes
 from kvstore.core.ids import AttemptId, Incarnation
 from kvstore.core.messages import (
     AttemptFault,
@@ -42,6 +41,7 @@ from kvstore.store.client import PutBlock, StoreClient
 from kvstore.transport.base import BlockSend, TransferResult, Transport
 from workers.core.waiting_line import WaitingLine
 from workers.decode import DecodeSide
+from workers.device_cache import DeviceCache
 from workers.engine_loop import AttemptKey, EngineLoop, PrefillJob
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvPeer
@@ -67,11 +67,11 @@ class PrefillSide:
         *,
         pool: BlockPool,
         memory: KvPool,
+        device: DeviceCache,
         transport: Transport,
         engine: EngineLoop,
         dialer: KvDialer,
         store: StoreClient | None,
-        fingerprint_digest: bytes,
         clock_ns: Callable[[], int],
         post: Callable[..., None],
         local_decode: DecodeSide | None = None,
@@ -79,11 +79,11 @@ class PrefillSide:
         self._spec = spec
         self._pool = pool
         self._memory = memory
+        self._device = device
         self._transport = transport
         self._engine = engine
         self._dialer = dialer
         self._store = store
-        self._fingerprint_digest = fingerprint_digest
         self._clock_ns = clock_ns
         self._post = post
         self._local_decode = local_decode
@@ -95,9 +95,11 @@ class PrefillSide:
             (
                 "prompt_tokens",
                 "cached_tokens",
+                "cached_device_tokens",
                 "computed_tokens",
                 "pushed_blocks",
                 "pushed_bytes",
+                "held_by_decode_blocks",
                 "stored_blocks",
                 "abandoned",
             ),
@@ -222,6 +224,8 @@ class PrefillSide:
         """Finds the decode peer and the blocks to compute in."""
         ticket = job.request.ticket
         loop = asyncio.get_running_loop()
+        job.hashes = self._device.hashes(job.request.spec)
+        self._check_held(job)
         job.computed = loop.create_future()
         job.handed_off = loop.create_future()
         if ticket.incarnation == self._spec.incarnation:
@@ -230,6 +234,7 @@ class PrefillSide:
             if table is None:
                 raise PrefillFailed("the reservation is gone")
             job.block_table = table
+            job.shared = self._local_decode.held(job.key)
             return
         address = DecodeAddress(
             worker_id=ticket.worker_id, incarnation=ticket.incarnation, kv_host=ticket.kv_host, kv_port=ticket.kv_port
@@ -239,6 +244,14 @@ class PrefillSide:
         except FingerprintMismatch as error:
             raise PrefillFailed(f"decode refused the link: {error}") from error
         await self._wait_for_blocks(job)
+
+    def _check_held(self, job: Job) -> None:
+        """What decode says it has must be the beginning of this very prompt."""
+        num_held, ticket = job.num_held_blocks, job.request.ticket
+        if num_held * self._spec.block_tokens >= job.num_prompt_tokens or (
+            num_held and job.hashes[num_held - 1] != ticket.held_hash
+        ):
+            raise PrefillFailed(f"the {num_held} blocks that {ticket.worker_id} holds are not of this prompt")
 
     async def _wait_for_blocks(self, job: Job) -> None:
         if len(self._line) == 0 and self._try_reserve(job):
@@ -256,16 +269,24 @@ class PrefillSide:
 
     def _try_reserve(self, job: Job) -> bool:
         assert job.peer is not None
+        num_blocks = -(-job.num_prompt_tokens // self._spec.block_tokens)
+        # The last token is computed, and its block with it: that one is never shared, because it is written.
+        hashes = job.hashes[: (job.num_prompt_tokens - 1) // self._spec.block_tokens]
+        if self._pool.counts().available < self._pool.num_taken(num_blocks, hashes):
+            return False
+        job.shared = self._device.match(hashes)
         allocated = self._pool.allocate(
             AttemptId(job.key[0]),
             job.key[1],
-            num_blocks=-(-job.num_prompt_tokens // self._spec.block_tokens),
+            num_blocks=num_blocks,
             reader=Incarnation(job.peer.incarnation),
+            cached=[block.block_hash for block in job.shared],
         )
         if isinstance(allocated, NoCapacityResult):
+            job.shared = ()
             return False
         assert isinstance(allocated, Reservation), allocated
-        job.block_table = tuple(block.slot for block in allocated.blocks)
+        job.block_table = allocated.slots
         if job.num_prompt_tokens % self._spec.block_tokens:
             # The unwritten tail travels too: it must not carry another request's tokens.
             self._memory.zero_block(job.block_table[-1])
@@ -285,25 +306,24 @@ class PrefillSide:
         self._line.admit(admit)
 
     async def _load_prefix(self, job: Job) -> None:
-        """Loads what the store has of this prompt, tells the ingress, and pushes it at once."""
+        """Loads what the store has beyond the blocks of the pool, tells the ingress, and pushes all that at once."""
         started_ns = self._clock_ns()
-        spec = job.request.spec
-        job.hashes = prefix_hashes(
-            self._fingerprint_digest, spec.tenant_salt, spec.prompt_token_ids, self._spec.block_tokens
-        )
-        num_disk_blocks = 0
-        if self._store is not None and job.hashes:
+        num_device = len(job.shared) + self._copy_last_block(job)
+        job.num_cached_blocks, num_disk = num_device, 0
+        if self._store is not None and num_device < len(job.hashes):
             loaded = await self._store.load_blocks(
-                job.hashes,
-                lambda index: self._memory.block_bytes_view(job.block_table[index]),
+                job.hashes[num_device:],
+                lambda index: self._memory.block_bytes_view(job.block_table[num_device + index]),
                 deadline_s=LOOKUP_DEADLINE_S,
-                tenant=tenant_of(spec.tenant_salt),
+                tenant=tenant_of(job.request.spec.tenant_salt),
                 block_tokens=self._spec.block_tokens,
             )
-            job.num_cached_blocks = loaded.num_loaded
-            num_disk_blocks = loaded.num_from_disk
+            job.num_cached_blocks += loaded.num_loaded
+            num_disk = loaded.num_from_disk
         # One token is always computed, because its logits are needed.
         job.cached_tokens = min(job.num_cached_blocks * self._spec.block_tokens, job.num_prompt_tokens - 1)
+        block_tokens = self._spec.block_tokens
+        by_tier = _by_tier(job.cached_tokens, num_device * block_tokens, num_disk * block_tokens)
         job.started_ns = self._clock_ns()
         job.link.send(
             PrefillStarted(
@@ -311,14 +331,26 @@ class PrefillSide:
                 epoch=job.key[1],
                 queued_ns=started_ns - job.accepted_ns,
                 cached_tokens=job.cached_tokens,
-                cached_by_tier=_by_tier(job.cached_tokens, num_disk_blocks * self._spec.block_tokens),
+                cached_by_tier=by_tier,
             )
         )
+        self.counters["cached_device_tokens"] += by_tier.get("device", 0)
         self.counters["prompt_tokens"] += job.num_prompt_tokens
         self.counters["cached_tokens"] += job.cached_tokens
         self.counters["computed_tokens"] += job.num_prompt_tokens - job.cached_tokens
         # The last cached block of a fully cached prompt is computed in again: it is pushed when it is final.
         self._push(job, job.cached_tokens // self._spec.block_tokens)
+
+    def _copy_last_block(self, job: Job) -> int:
+        """Copies the block of a fully cached prompt's last token, which is computed in again. Returns 0 or 1."""
+        is_full = len(job.hashes) * self._spec.block_tokens == job.num_prompt_tokens
+        if not is_full or len(job.shared) + 1 != len(job.hashes):
+            return 0
+        last = self._device.find(job.hashes[-1])
+        if last is None:
+            return 0
+        self._memory.block_bytes_view(job.block_table[len(job.shared)])[:] = self._memory.block_bytes_view(last.slot)
+        return 1
 
     async def _compute(self, job: Job) -> tuple[int, TokenLogprobs | None]:
         assert job.computed is not None
@@ -360,14 +392,20 @@ class PrefillSide:
         job.num_final = max(job.num_final, stop)
         if not blocks:
             return
-        job.digests += [block_digest(self._memory.block_bytes_view(job.block_table[index])) for index in blocks]
-        if job.peer is not None:
-            self._send_blocks(job, job.peer, blocks)
+        job.digests += [
+            job.shared[index].digest
+            if index < len(job.shared)
+            else block_digest(self._memory.block_bytes_view(job.block_table[index]))
+            for index in blocks
+        ]
+        missing = range(max(blocks.start, job.num_held_blocks), blocks.stop)
+        if job.peer is not None and missing:
+            self._send_blocks(job, job.peer, missing)
 
     def _send_blocks(self, job: Job, peer: KvPeer, blocks: range) -> None:
         posted, sends = [], []
         for index in blocks:
-            destination = job.request.ticket.blocks[index]
+            destination = job.request.ticket.blocks[index - job.num_held_blocks]
             num_tokens = min(self._spec.block_tokens, job.num_prompt_tokens - index * self._spec.block_tokens)
             posted.append(PostedBlock(index, destination.tag, job.digests[index], num_tokens))
             sends.append(BlockSend(destination.tag, self._memory.block_bytes_view(job.block_table[index])))
@@ -395,7 +433,7 @@ class PrefillSide:
         )
         if job.peer is None:
             assert self._local_decode is not None
-            if not self._local_decode.local_hand_off(message):
+            if not self._local_decode.local_hand_off(message, job.digests):
                 raise PrefillFailed("the reservation is gone")
         else:
             assert job.handed_off is not None
@@ -407,6 +445,7 @@ class PrefillSide:
                 raise PrefillFailed(f"decode refused the hand-off: {done.message}")
         pushed_bytes = sum(len(blocks) for _, blocks in job.pushes) * self._memory.layout.block_bytes
         self.counters["pushed_bytes"] += pushed_bytes
+        self.counters["held_by_decode_blocks"] += job.num_held_blocks
         job.link.send(
             PrefillDone(
                 attempt_id=job.key[0],
@@ -417,6 +456,7 @@ class PrefillSide:
                 compute_ns=job.done_ns - job.engine_started_ns,
                 hand_off_ns=self._clock_ns() - job.done_ns,
                 pushed_bytes=pushed_bytes,
+                held_blocks=job.num_held_blocks,
             )
         )
 
@@ -457,6 +497,9 @@ class PrefillSide:
         """Hands what was computed to the store, then frees the blocks."""
         job.link.end(job.key)
         self._jobs.pop(job.key, None)
+        if job.holds_blocks:
+            for index in range(min(job.num_final, len(job.hashes))):
+                self._device.share(job.key, index, job.hashes[index], job.digests[index])
         if self._local_decode is not None:
             self._local_decode.take_back_blocks(job.key)
         task = asyncio.ensure_future(self._store_and_release(job))
@@ -509,8 +552,9 @@ class PrefillSide:
         link.send(Refused(attempt_id=request.attempt_id, epoch=request.epoch, code=code, message=message))
 
 
-def _by_tier(cached_tokens: int, disk_tokens: int) -> dict[str, int]:
+def _by_tier(cached_tokens: int, device_tokens: int, disk_tokens: int) -> dict[str, int]:
     """Returns tier -> cached tokens; the token that is computed again counts as one of the last tier's."""
-    disk_tokens = min(disk_tokens, cached_tokens)
-    tiers = {"host": cached_tokens - disk_tokens, "disk": disk_tokens}
+    device_tokens = min(device_tokens, cached_tokens)
+    disk_tokens = min(disk_tokens, cached_tokens - device_tokens)
+    tiers = {"device": device_tokens, "host": cached_tokens - device_tokens - disk_tokens, "disk": disk_tokens}
     return {tier: num_tokens for tier, num_tokens in tiers.items() if num_tokens}

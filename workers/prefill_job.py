@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from kvstore.core.block_pool import CachedBlock
 from kvstore.core.ids import BlockDigest, BlockHash
 from kvstore.core.messages import HandOffDone, Prefill, TokenLogprobs
 from kvstore.errors import KopirError
@@ -37,6 +38,8 @@ class Job:
     hashes: list[BlockHash] = field(default_factory=list)
     digests: list[BlockDigest] = field(default_factory=list)
     """Digests of blocks [0, n) in order; a block has one once it will not change any more."""
+    shared: tuple[CachedBlock, ...] = ()
+    """The first blocks of the prompt, which were in the pool already."""
     num_cached_blocks: int = 0
     cached_tokens: int = 0
     num_final: int = 0
@@ -54,6 +57,11 @@ class Job:
     @property
     def key(self) -> AttemptKey:
         return self.request.attempt_id, self.request.epoch
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that decode has already; they are not pushed."""
+        return self.request.ticket.num_held_blocks
 
     @property
     def num_prompt_tokens(self) -> int:

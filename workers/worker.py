@@ -40,6 +40,7 @@ from kvstore.store.client import StoreClient
 from kvstore.transport.base import Transport
 from workers.cache_news import CacheNews
 from workers.decode import DecodeSide
+from workers.device_cache import DeviceCache
 from workers.engine import Engine
 from workers.engine_loop import AttemptKey, EngineLoop, ForwardEngine, NewToken
 from workers.guide import GuideFactory
@@ -187,29 +188,24 @@ class Worker:
             await self._store.wait_connected(CALL_DEADLINE_S / 2)
         self._decode: DecodeSide | None = None
         self._prefill: PrefillSide | None = None
+        self._device = DeviceCache(self._pool, self._memory, self._fingerprint.digest())
         parts: dict[str, Any] = {
             "pool": self._pool,
             "memory": self._memory,
+            "device": self._device,
+            "store": self._store,
             "transport": self._transport,
             "engine": self._engine,
             "clock_ns": boottime_ns,
             "post": self._links.call,
         }
         if spec.role != "prefill":
-            self._decode = DecodeSide(
-                spec,
-                **parts,
-                store=self._store,
-                fingerprint_digest=self._fingerprint.digest(),
-                proof=self._proof if spec.verify == "full" else None,
-            )
+            self._decode = DecodeSide(spec, **parts, proof=self._proof if spec.verify == "full" else None)
         if spec.role != "decode":
             self._prefill = PrefillSide(
                 spec,
                 **parts,
                 dialer=self._dialer,
-                store=self._store,
-                fingerprint_digest=self._fingerprint.digest(),
                 local_decode=self._decode,
             )
         self._news = CacheNews(self._fingerprint.digest(), self._cached_blocks)
@@ -398,8 +394,12 @@ class Worker:
 
     def _make_status(self, nonce: int, running: int, waiting: int) -> Status:
         counts = self._pool.counts()
-        counters: dict[str, int] = {**self._transport.stats(), "rejected_connections": self._listener.rejected}
-        counters |= self._proof.counters
+        counters: dict[str, int] = {
+            **self._transport.stats(),
+            **self._device.counters,
+            **self._proof.counters,
+            "rejected_connections": self._listener.rejected,
+        }
         for side in (self._prefill, self._decode):
             if side is not None:
                 running_there, waiting_there = side.load()
@@ -416,6 +416,7 @@ class Worker:
             pool_blocks=self._spec.pool_blocks,
             used_blocks=counts.reserved + counts.owned,
             quarantined_blocks=counts.quarantined,
+            cached_blocks=counts.cached,
             running=running,
             waiting=waiting,
             leases=sum(link.num_leases for link, _ in self._ingresses.values()),

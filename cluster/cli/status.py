@@ -97,10 +97,13 @@ def render(facts: dict[str, Any], base: str) -> Any:
 
 def _summary(facts: dict[str, Any], workers: list[dict[str, Any]], num_streams: int) -> str:
     used = sum(worker.get("used_blocks") or 0 for worker in workers)
-    quarantined = sum(worker.get("quarantined_blocks") or 0 for worker in workers)
+    cached, quarantined = (
+        sum(worker.get(name) or 0 for worker in workers) for name in ("cached_blocks", "quarantined_blocks")
+    )
     ready = sum(worker.get("state") == "ready" for worker in workers)
     return (
-        f"{ready} of {len(workers)} workers ready, {used} pool blocks used, {quarantined} quarantined, "
+        f"{ready} of {len(workers)} workers ready, {used} pool blocks used, {cached} cached, "
+        f"{quarantined} quarantined, "
         f"{facts.get('leases', 0)} leases, {num_streams} streams"
     )
 

@@ -194,6 +194,7 @@ def _entry(worker: WorkerView, answer: Status | None) -> dict[str, Any]:
         "pool_blocks": worker.pool_blocks,
         "used_blocks": None,
         "quarantined_blocks": None,
+        "cached_blocks": None,
         "running": None,
         "waiting": None,
     }
@@ -203,6 +204,14 @@ def _entry(worker: WorkerView, answer: Status | None) -> dict[str, Any]:
         fields = msgspec.to_builtins(answer)
         entry |= {
             name: fields[name]
-            for name in ("used_blocks", "quarantined_blocks", "running", "waiting", "leases", "counters")
+            for name in (
+                "used_blocks",
+                "quarantined_blocks",
+                "cached_blocks",
+                "running",
+                "waiting",
+                "leases",
+                "counters",
+            )
         }
     return entry

@@ -276,7 +276,7 @@ class SimDecode(SimWorker):
             assert receive.slot is not None, receive
             content = self.memory.slots[receive.slot]
             if self.world.parts.verify(content, receive.digest):
-                block = attempt.tracker.blocks[receive.index]
+                block = attempt.tracker.destination(receive.index)
                 landed = self.pool.landed(AttemptId(key[0]), key[1], slot=block.slot, generation=block.generation)
                 assert landed, f"{key}: slot {block.slot} is not reserved any more"
                 state = attempt.tracker.on_landed(receive.index)

@@ -7,10 +7,14 @@ Life cycle of a slot:
 
     free ──reserve──> reserved ──landed──> owned ──release──> free
     free ──allocate / extend─────────────> owned ──vacate──> free
+    owned ──share──> cached ──last hold ends, room is needed──> free
     reserved, owned ──release or expire while a peer may still touch it──> quarantined
     quarantined ──writer_done | peer_dead──> free
 
 *Reserved* is a destination that a peer will write. *Owned* is local: computed here or completely received.
+*Cached* is a complete block under its hash (``kvstore.core.prefix_cache``): nobody writes it any more, so any number
+of attempts may hold it, and it stays when all have ended, until the room is needed. A block that is not complete is
+its attempt's alone. A cached block that a peer may still read is not given away either, but may be shared meanwhile.
 *Quarantined* fences memory: a stopped peer that wakes up can still write into (or read from) the slot, so it is
 given out again only when every transfer that named it is complete, or its peer is proved dead and the connection
 is closed.
@@ -22,93 +26,42 @@ recognised. A tag is given once in the life of the pool. Expected outcomes are t
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
-from kvstore.core.ids import AttemptId, Incarnation
+from kvstore.core.eviction import EvictionPolicy, LruPolicy
+from kvstore.core.ids import AttemptId, BlockDigest, BlockHash, Incarnation
 from kvstore.core.messages import DestinationBlock
+from kvstore.core.pool_types import (
+    CachedBlock,
+    NeverFits,
+    NoCapacityResult,
+    PoolCounts,
+    QuarantinedSlot,
+    QuarantineReason,
+    Reservation,
+    SlotState,
+    StaleAttempt,
+)
+from kvstore.core.prefix_cache import PrefixCache
+
+__all__ = [
+    "BlockPool",
+    "CachedBlock",
+    "NeverFits",
+    "NoCapacityResult",
+    "PoolCounts",
+    "QuarantineReason",
+    "QuarantinedSlot",
+    "Reservation",
+    "SlotState",
+    "StaleAttempt",
+]
 
 MAX_TAG = (1 << 63) - 1
 MAX_RETIRED_ATTEMPTS = 4096
 """How many finished attempts are remembered, so that a late duplicate of their reservation is refused."""
-
-
-class SlotState(Enum):
-    """Where a slot is in its life cycle."""
-
-    FREE = "free"
-    RESERVED = "reserved"
-    OWNED = "owned"
-    QUARANTINED = "quarantined"
-
-
-class QuarantineReason(Enum):
-    """Why a slot may not be given out yet."""
-
-    RELEASED_WHILE_WRITTEN = "released_while_written"
-    RELEASED_WHILE_READ = "released_while_read"
-    EXPIRED_WHILE_WRITTEN = "expired_while_written"
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Slots given to an attempt, in block order; each with its generation and its never reused tag."""
-
-    blocks: tuple[DestinationBlock, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NoCapacityResult:
-    """Not now: fewer slots are free than asked for; the same call may succeed later. Nothing was taken."""
-
-    num_blocks: int
-    num_free: int
-    num_quarantined: int
-
-
-@dataclass(frozen=True, slots=True)
-class NeverFits:
-    """Not ever: the pool has fewer slots than asked for. Nothing was taken."""
-
-    num_blocks: int
-    num_total: int
-
-
-@dataclass(frozen=True, slots=True)
-class StaleAttempt:
-    """The (attempt, epoch) is unknown, finished, superseded or already there. Nothing was changed."""
-
-    attempt_id: AttemptId
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class QuarantinedSlot:
-    """One slot under quarantine: which life of it, why, and whose deaths would end it."""
-
-    slot: int
-    generation: int
-    attempt_id: AttemptId
-    epoch: int
-    reason: QuarantineReason
-    peers: frozenset[Incarnation]
-    since_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolCounts:
-    """``free + reserved + owned + quarantined == total`` at any time."""
-
-    free: int
-    reserved: int
-    owned: int
-    quarantined: int
-    total: int
-    attempts: int
-    quarantine_over_limit: bool
-    """More slots are quarantined than the pool's limit: the peers concerned must be cut off for good."""
 
 
 @dataclass(slots=True)
@@ -130,8 +83,13 @@ def _new_attempt(epoch: int, deadline_ns: int | None, peer: Incarnation | None) 
 class BlockPool:
     """Slots of one worker's device pool. Belongs to one thread."""
 
-    def __init__(self, num_blocks: int, *, quarantine_limit_blocks: int | None = None) -> None:
-        """``quarantine_limit_blocks`` only raises a flag in ``counts``; default: half of the pool."""
+    def __init__(
+        self, num_blocks: int, *, quarantine_limit_blocks: int | None = None, policy: EvictionPolicy | None = None
+    ) -> None:
+        """``quarantine_limit_blocks`` only raises a flag in ``counts``; default: half of the pool.
+
+        ``policy``: which cached block leaves first when room is needed; default LRU.
+        """
         assert num_blocks >= 1, num_blocks
         self._total = num_blocks
         self._quarantine_limit = num_blocks // 2 if quarantine_limit_blocks is None else quarantine_limit_blocks
@@ -142,10 +100,16 @@ class BlockPool:
         # life ended as long ago as possible.
         self._free: deque[int] = deque(range(num_blocks))
         self._attempts: dict[AttemptId, _Attempt] = {}
-        self._quarantine: dict[int, QuarantinedSlot] = {}
+        self._cache = PrefixCache(policy if policy is not None else LruPolicy(num_blocks))
+        self._quarantine: dict[tuple[int, AttemptId, int], QuarantinedSlot] = {}
+        """By slot and ended attempt: a cached block may have been read for several."""
+        self._num_quarantined = 0
+        """Slots in state QUARANTINED."""
         self._retired: OrderedDict[AttemptId, int] = OrderedDict()
         self._num_reserved = 0
         self._next_tag = 1
+        self.num_evicted = 0
+        """Cached blocks that had to leave; only grows."""
 
     # --- taking slots -------------------------------------------------------------------------------------
 
@@ -157,36 +121,51 @@ class BlockPool:
         num_blocks: int,
         deadline_ns: int | None,
         writer: Incarnation | None = None,
+        cached: Sequence[BlockHash] = (),
     ) -> Reservation | NoCapacityResult | NeverFits | StaleAttempt:
         """Reserves slots that a peer will write. All or nothing.
 
         The attempt expires at ``deadline_ns`` (see ``expire``) as long as a slot has not landed; None: never.
-        ``writer`` may be bound later (``bind_peer``), but before the first transfer is posted.
+        ``writer`` may be bound later (``bind_peer``), but before the first transfer is posted. ``cached``: blocks of
+        the pool (``match``) that the attempt shares instead of the first of its ``num_blocks``.
         """
-        refusal = self._refuse_new(attempt_id, epoch, num_blocks)
+        refusal = self._refuse_new(attempt_id, epoch, num_blocks, cached)
         if refusal is not None:
             return refusal
         self._attempts[attempt_id] = _new_attempt(epoch, deadline_ns, writer)
-        return self._give(attempt_id, num_blocks, SlotState.RESERVED)
+        return self._give(attempt_id, num_blocks, SlotState.RESERVED, cached)
 
     def allocate(
-        self, attempt_id: AttemptId, epoch: int, *, num_blocks: int, reader: Incarnation | None = None
+        self,
+        attempt_id: AttemptId,
+        epoch: int,
+        *,
+        num_blocks: int,
+        reader: Incarnation | None = None,
+        cached: Sequence[BlockHash] = (),
     ) -> Reservation | NoCapacityResult | NeverFits | StaleAttempt:
-        """Gives a new attempt slots that this worker fills itself. ``reader``: the peer that will read them."""
-        refusal = self._refuse_new(attempt_id, epoch, num_blocks)
+        """Gives a new attempt slots that this worker fills itself. ``reader``: the peer that will read them.
+
+        ``cached`` as in ``reserve``.
+        """
+        refusal = self._refuse_new(attempt_id, epoch, num_blocks, cached)
         if refusal is not None:
             return refusal
         self._attempts[attempt_id] = _new_attempt(epoch, None, reader)
-        return self._give(attempt_id, num_blocks, SlotState.OWNED)
+        return self._give(attempt_id, num_blocks, SlotState.OWNED, cached)
 
     def extend(
-        self, attempt_id: AttemptId, epoch: int, *, num_blocks: int
+        self, attempt_id: AttemptId, epoch: int, *, num_blocks: int, cached: Sequence[BlockHash] = ()
     ) -> Reservation | NoCapacityResult | NeverFits | StaleAttempt:
-        """Gives an attempt more slots for its own tokens; they are owned at once. All or nothing."""
+        """Gives an attempt more slots for its own tokens; they are owned at once. All or nothing.
+
+        ``cached`` as in ``reserve``.
+        """
         attempt = self._current(attempt_id, epoch)
         if attempt is None:
             return StaleAttempt(attempt_id, epoch)
-        return self._refuse_size(num_blocks, len(attempt.slots)) or self._give(attempt_id, num_blocks, SlotState.OWNED)
+        refusal = self._refuse_size(num_blocks, len(attempt.slots), cached)
+        return refusal or self._give(attempt_id, num_blocks, SlotState.OWNED, cached)
 
     def bind_peer(self, attempt_id: AttemptId, epoch: int, peer: Incarnation) -> bool:
         """Names a process that will touch the attempt's slots, before the first transfer. False: stale.
@@ -223,6 +202,82 @@ class BlockPool:
         self._num_reserved -= 1
         return True
 
+    # --- complete blocks ----------------------------------------------------------------------------------
+
+    def match(self, hashes: Sequence[BlockHash]) -> tuple[CachedBlock, ...]:
+        """Returns the cached blocks of ``hashes``, from the first one on without a gap. Nothing is held by that."""
+        blocks = []
+        for block_hash in hashes:
+            block = self.find(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return tuple(blocks)
+
+    def find(self, block_hash: BlockHash) -> CachedBlock | None:
+        """Returns one cached block, or None."""
+        slot = self._cache.slot_of(block_hash)
+        facts = self._cache.facts(slot) if slot is not None else None
+        if slot is None or facts is None:
+            return None
+        return CachedBlock(slot, self._generation[slot], *facts)
+
+    def num_taken(self, num_blocks: int, hashes: Sequence[BlockHash]) -> int:
+        """Returns how many available slots it takes to give out so many blocks, the cached of ``hashes`` among them."""
+        return num_blocks - sum(not self._cache.is_idle(block.slot) for block in self.match(hashes))
+
+    def share(
+        self, attempt_id: AttemptId, epoch: int, *, index: int, block_hash: BlockHash, digest: BlockDigest
+    ) -> bool:
+        """Block ``index`` of an attempt's table is complete, as its digest says, and nobody writes it any more.
+
+        Others may hold it from now on, and it stays when the attempt ends. Returns False, changing nothing, when the
+        attempt is stale or the pool has this block in another slot already. The block must be owned.
+        """
+        attempt = self._current(attempt_id, epoch)
+        if attempt is None:
+            return False
+        slot = attempt.slots[index]
+        if self._state[slot] is SlotState.CACHED:
+            facts = self._cache.facts(slot)
+            assert facts is None or facts[0] == block_hash, f"slot {slot} holds another block than {block_hash.hex()}"
+            return facts is not None
+        assert self._state[slot] is SlotState.OWNED, f"slot {slot} is {self._state[slot].value}: not complete"
+        if not self._cache.publish(slot, block_hash, digest):
+            return False
+        self._state[slot] = SlotState.CACHED
+        self._holder[slot] = None
+        return True
+
+    def drop(self, block_hash: BlockHash) -> bool:
+        """A cached block is not what it should be: nobody is given it any more. Returns False for an unknown one.
+
+        Attempts that hold it keep their slot, but ``is_intact`` tells them.
+        """
+        if self._cache.slot_of(block_hash) is None:
+            return False
+        slot = self._cache.drop(block_hash)
+        if slot is not None:
+            self._set_free(slot)
+        return True
+
+    def is_intact(self, block: CachedBlock) -> bool:
+        """Returns True while the slot holds this block, in this life, and it was not dropped."""
+        return self.is_current(block.slot, block.generation) and self._cache.facts(block.slot) == (
+            block.block_hash,
+            block.digest,
+        )
+
+    def flush(self) -> int:
+        """Forgets every cached block, at once where nobody holds it. Returns how many slots are free by that."""
+        freed = 0
+        for block_hash in self._cache.hashes():
+            slot = self._cache.drop(block_hash)
+            if slot is not None:
+                self._set_free(slot)
+                freed += 1
+        return freed
+
     # --- giving slots back --------------------------------------------------------------------------------
 
     def release(
@@ -251,7 +306,7 @@ class BlockPool:
         return True
 
     def vacate(self, attempt_id: AttemptId, epoch: int) -> int:
-        """Takes all slots from an attempt that goes on: it may be extended again. Returns how many are free now.
+        """Takes all slots from an attempt that goes on: it may be extended again. Returns how many it held.
 
         Every slot must be owned, and no peer may be able to touch one. 0 for a stale attempt.
         """
@@ -260,8 +315,8 @@ class BlockPool:
             return 0
         assert attempt.num_reserved == 0, f"{attempt_id}: {attempt.num_reserved} slots have not landed"
         slots, attempt.slots = attempt.slots, []
-        for slot in slots:
-            self._set_free(slot)
+        for slot in self._leaf_first(slots):
+            self._let_go(slot)
         return len(slots)
 
     def expire(self, now_ns: int) -> tuple[tuple[AttemptId, int], ...]:
@@ -291,9 +346,9 @@ class BlockPool:
         """
         for attempt in self._attempts.values():
             attempt.peers.discard(incarnation)
-        for slot, entry in self._quarantine.items():
+        for key, entry in self._quarantine.items():
             if incarnation in entry.peers:
-                self._quarantine[slot] = replace(entry, peers=entry.peers - {incarnation})
+                self._quarantine[key] = replace(entry, peers=entry.peers - {incarnation})
         return self._leave_quarantine(entry for entry in self._quarantine.values() if not entry.peers)
 
     # --- looking ------------------------------------------------------------------------------------------
@@ -326,11 +381,13 @@ class BlockPool:
 
     def counts(self) -> PoolCounts:
         """Returns how many slots are in which state."""
-        free, quarantined = len(self._free), len(self._quarantine)
+        free, cached = len(self._free), self._cache.num_idle
+        quarantined = self._num_quarantined + self._cache.num_fenced
         return PoolCounts(
             free=free,
             reserved=self._num_reserved,
-            owned=self._total - free - quarantined - self._num_reserved,
+            owned=self._total - free - cached - quarantined - self._num_reserved,
+            cached=cached,
             quarantined=quarantined,
             total=self._total,
             attempts=len(self._attempts),
@@ -339,19 +396,30 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Raises: AssertionError when the books do not agree with each other."""
-        held = [slot for attempt in self._attempts.values() for slot in attempt.slots]
-        everywhere = sorted((*self._free, *held, *self._quarantine))
+        self._cache.check_invariants()
+        held = Counter(slot for attempt in self._attempts.values() for slot in attempt.slots)
+        fenced = Counter(slot for slot, _, _ in self._quarantine)
+        states = self._state
+        shared = {slot for slot in range(self._total) if states[slot] is SlotState.CACHED}
+        own = [slot for slot in held.elements() if slot not in shared]
+        locked = [slot for slot in fenced.elements() if slot not in shared]
+        everywhere = sorted((*self._free, *own, *locked, *shared))
         assert everywhere == list(range(self._total)), f"slots lost or held twice: {everywhere}"
-        assert all(self._state[slot] is SlotState.FREE for slot in self._free), "free list holds a slot in use"
-        for slot, entry in self._quarantine.items():
-            assert self._state[slot] is SlotState.QUARANTINED and entry.slot == slot, entry
-            assert entry.peers, f"quarantined for nobody: {entry}"
+        assert all(states[slot] is SlotState.FREE for slot in self._free), "free list holds a slot in use"
+        assert len(shared) == len(self._cache), (shared, len(self._cache))
+        for slot in shared:
+            assert self._cache.holds(slot) == (held[slot], fenced[slot]), f"holds of slot {slot} miscounted"
+        assert all(states[slot] is SlotState.QUARANTINED for slot in locked), "locked without a fence"
+        assert self._num_quarantined == len(locked), (self._num_quarantined, locked)
+        for (slot, *_), entry in self._quarantine.items():
+            assert entry.slot == slot and entry.peers, f"quarantined for nobody: {entry}"
             assert entry.generation == self._generation[slot], entry
         for attempt_id, attempt in self._attempts.items():
-            assert all(self._holder[slot] == attempt_id for slot in attempt.slots), attempt_id
-            states = [self._state[slot] for slot in attempt.slots]
-            assert set(states) <= {SlotState.RESERVED, SlotState.OWNED}, (attempt_id, states)
-            assert states.count(SlotState.RESERVED) == attempt.num_reserved, (attempt_id, attempt)
+            ours = [slot for slot in attempt.slots if slot not in shared]
+            assert all(self._holder[slot] == attempt_id for slot in ours), attempt_id
+            assert {states[slot] for slot in ours} <= {SlotState.RESERVED, SlotState.OWNED}, (attempt_id, ours)
+            num_reserved = sum(states[slot] is SlotState.RESERVED for slot in ours)
+            assert num_reserved == attempt.num_reserved, (attempt_id, attempt)
         assert self._num_reserved == sum(a.num_reserved for a in self._attempts.values()), self._num_reserved
         assert len(self._retired) <= MAX_RETIRED_ATTEMPTS, len(self._retired)
 
@@ -362,25 +430,43 @@ class BlockPool:
         return attempt if attempt is not None and attempt.epoch == epoch else None
 
     def _refuse_new(
-        self, attempt_id: AttemptId, epoch: int, num_blocks: int
+        self, attempt_id: AttemptId, epoch: int, num_blocks: int, cached: Sequence[BlockHash]
     ) -> NoCapacityResult | NeverFits | StaleAttempt | None:
         retired_epoch = self._retired.get(attempt_id)
         if attempt_id in self._attempts or (retired_epoch is not None and epoch <= retired_epoch):
             return StaleAttempt(attempt_id, epoch)
-        return self._refuse_size(num_blocks, 0)
+        return self._refuse_size(num_blocks, 0, cached)
 
-    def _refuse_size(self, num_blocks: int, num_held: int) -> NoCapacityResult | NeverFits | None:
-        assert num_blocks >= 0, num_blocks
+    def _refuse_size(
+        self, num_blocks: int, num_held: int, cached: Sequence[BlockHash]
+    ) -> NoCapacityResult | NeverFits | None:
+        assert 0 <= len(cached) <= num_blocks, (num_blocks, len(cached))
         if num_held + num_blocks > self._total:
             return NeverFits(num_held + num_blocks, self._total)
-        if num_blocks > len(self._free):
-            return NoCapacityResult(num_blocks, len(self._free), len(self._quarantine))
+        # A cached block that nobody holds cannot be shared and given away at once.
+        num_free = self.counts().available - sum(self._cache.is_idle(self._slot_of(item)) for item in cached)
+        if num_blocks - len(cached) > num_free:
+            return NoCapacityResult(num_blocks, num_free + len(cached), self.counts().quarantined)
         return None
 
-    def _give(self, attempt_id: AttemptId, num_blocks: int, state: SlotState) -> Reservation:
+    def _slot_of(self, block_hash: BlockHash) -> int:
+        slot = self._cache.slot_of(block_hash)
+        assert slot is not None, f"{block_hash.hex()} is not cached here: match it first"
+        return slot
+
+    def _give(
+        self, attempt_id: AttemptId, num_blocks: int, state: SlotState, cached: Sequence[BlockHash]
+    ) -> Reservation:
         attempt = self._attempts[attempt_id]
+        shared = self.match(cached)
+        # Held first: making room must not take them.
+        for block in shared:
+            self._cache.pin(block.slot)
+            attempt.slots.append(block.slot)
+        num_new = num_blocks - len(shared)
+        self._make_room(num_new)
         blocks = []
-        for _ in range(num_blocks):
+        for _ in range(num_new):
             slot = self._free.popleft()
             assert self._next_tag <= MAX_TAG, self._next_tag
             self._generation[slot] += 1
@@ -390,9 +476,16 @@ class BlockPool:
             attempt.slots.append(slot)
             self._next_tag += 1
         if state is SlotState.RESERVED:
-            attempt.num_reserved += num_blocks
-            self._num_reserved += num_blocks
-        return Reservation(tuple(blocks))
+            attempt.num_reserved += num_new
+            self._num_reserved += num_new
+        return Reservation(tuple(blocks), shared)
+
+    def _make_room(self, num_blocks: int) -> None:
+        """Lets cached blocks go until so many slots are free; the caller knows that they will be."""
+        victims = self._cache.victims(max(0, num_blocks - len(self._free)))
+        self.num_evicted += len(victims)
+        for slot in victims:
+            self._set_free(slot)
 
     def _end(
         self,
@@ -408,13 +501,15 @@ class BlockPool:
             # A peer is bound before its first transfer is posted, so without one no transfer can be under way.
             assert owned_reason is None or attempt.was_bound, f"{attempt_id}: released to a reader never bound"
             reserved_reason = owned_reason = None
-        for slot in attempt.slots:
+        for slot in self._leaf_first(attempt.slots):
             reason = reserved_reason if self._state[slot] is SlotState.RESERVED else owned_reason
+            self._let_go(slot, to_fence=reason is not None)
             if reason is None:
-                self._set_free(slot)
                 continue
-            self._state[slot] = SlotState.QUARANTINED
-            self._quarantine[slot] = QuarantinedSlot(
+            if self._state[slot] is not SlotState.CACHED:
+                self._state[slot] = SlotState.QUARANTINED
+                self._num_quarantined += 1
+            self._quarantine[slot, attempt_id, attempt.epoch] = QuarantinedSlot(
                 slot, self._generation[slot], attempt_id, attempt.epoch, reason, frozenset(attempt.peers), now_ns
             )
         self._num_reserved -= attempt.num_reserved
@@ -424,11 +519,30 @@ class BlockPool:
             self._retired.popitem(last=False)
 
     def _leave_quarantine(self, entries: Iterable[QuarantinedSlot]) -> int:
+        """Ends quarantines; returns how many slots may be given out again by that."""
         leaving = list(entries)
+        before = self.counts().available
         for entry in leaving:
-            del self._quarantine[entry.slot]
-            self._set_free(entry.slot)
-        return len(leaving)
+            del self._quarantine[entry.slot, entry.attempt_id, entry.epoch]
+            if self._state[entry.slot] is not SlotState.CACHED:
+                self._num_quarantined -= 1
+                self._set_free(entry.slot)
+            elif self._cache.unfence(entry.slot):
+                self._set_free(entry.slot)
+        return self.counts().available - before
+
+    def _leaf_first(self, slots: Sequence[int]) -> list[int]:
+        """Returns the order in which slots are let go: a cached parent must never be older than its leaf."""
+        own = [slot for slot in slots if self._state[slot] is not SlotState.CACHED]
+        return own + [slot for slot in reversed(slots) if self._state[slot] is SlotState.CACHED]
+
+    def _let_go(self, slot: int, *, to_fence: bool = False) -> None:
+        """An attempt does not hold a slot any more. With ``to_fence`` it is not free yet: a peer may touch it."""
+        if self._state[slot] is SlotState.CACHED:
+            if self._cache.unpin(slot, to_fence=to_fence):
+                self._set_free(slot)
+        elif not to_fence:
+            self._set_free(slot)
 
     def _set_free(self, slot: int) -> None:
         self._state[slot] = SlotState.FREE

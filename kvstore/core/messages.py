@@ -104,7 +104,11 @@ class DestinationBlock(Struct, frozen=True, array_like=True):
 
 
 class Ticket(Struct, frozen=True, kw_only=True):
-    """A decode worker's promise to take the KV blocks of one attempt, valid for one incarnation of that worker."""
+    """A decode worker's promise to take the KV blocks of one attempt, valid for one incarnation of that worker.
+
+    The worker holds the first ``num_held_blocks`` blocks of the prompt already, and keeps them for this attempt: only
+    the others travel. ``blocks`` are the destinations of those, in order.
+    """
 
     attempt_id: str
     epoch: int
@@ -113,6 +117,9 @@ class Ticket(Struct, frozen=True, kw_only=True):
     kv_host: str
     kv_port: int
     blocks: Annotated[tuple[DestinationBlock, ...], Meta(max_length=MAX_BLOCKS_PER_MESSAGE)]
+    num_held_blocks: Annotated[int, Meta(ge=0, le=MAX_BLOCKS_PER_MESSAGE)] = 0
+    held_hash: bytes = b""
+    """Hash of the last held block, which names all before it; empty when none is held."""
 
 
 # --- ingress -> worker --------------------------------------------------------------------------------------
@@ -223,6 +230,8 @@ class PrefillDone(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     hand_off_ns: int
     """From the end of prefill compute until decode acknowledged every block."""
     pushed_bytes: int
+    held_blocks: int = 0
+    """Blocks of the prompt that decode had already: they did not travel."""
 
 
 class AttemptFault(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
@@ -292,6 +301,8 @@ class Status(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     running: int
     waiting: int
     leases: int = 0
+    cached_blocks: int = 0
+    """Complete blocks that nobody holds: as good as free, and kept for the next hit until then."""
     counters: dict[str, int] = {}
 
 

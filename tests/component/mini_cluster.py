@@ -214,6 +214,11 @@ class MiniCluster:
         for worker, _ in self.workers.values():
             worker._pool.check_invariants()
 
+    def flush_pools(self) -> None:
+        """Empties the device tier of every worker."""
+        for worker, _ in self.workers.values():
+            worker._links.call(worker._pool.flush)
+
     async def close(self) -> None:
         await self.backend.close()
         for worker, _ in self.workers.values():

@@ -30,9 +30,14 @@ class Refusal:
 
 @dataclass(slots=True)
 class HandOffTracker:
-    """Tracks the prompt blocks of one attempt. ``blocks`` are the destinations named in its ticket, by index."""
+    """Tracks the prompt blocks of one attempt.
+
+    ``blocks`` are the destinations named in its ticket; the first ``num_held`` blocks of the prompt are here already,
+    so that block ``index`` of the prompt goes to ``blocks[index - num_held]``.
+    """
 
     blocks: tuple[DestinationBlock, ...]
+    num_held: int = 0
     state: HandOffState = HandOffState.RECEIVING
     hand_off: HandOff | None = None
     failure: str | None = None
@@ -43,15 +48,21 @@ class HandOffTracker:
         """Returns the blocks to receive now, or a refusal that fails the attempt. Modifies: state."""
         fresh: list[PostedBlock] = []
         for block in posted:
-            if block.index >= len(self.blocks):
-                return self._refuse(f"index {block.index}: the ticket has {len(self.blocks)} blocks")
-            if block.tag != self.blocks[block.index].tag:
+            if block.index < self.num_held:
+                return self._refuse(f"index {block.index}: the ticket says that this block is held")
+            if block.index >= self.num_held + len(self.blocks):
+                return self._refuse(f"index {block.index}: the ticket has {self.num_held + len(self.blocks)} blocks")
+            if block.tag != self.destination(block.index).tag:
                 return self._refuse(f"index {block.index}: tag {block.tag} is not the ticket's")
             if block.index in self._posted:
                 return self._refuse(f"index {block.index}: posted twice")
             self._posted.add(block.index)
             fresh.append(block)
         return fresh
+
+    def destination(self, index: int) -> DestinationBlock:
+        """Returns where a block of the prompt that is not held goes."""
+        return self.blocks[index - self.num_held]
 
     def on_landed(self, index: int) -> HandOffState:
         """A block arrived and verified. Modifies: state."""

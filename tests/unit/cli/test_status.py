@@ -24,6 +24,7 @@ STATUS: dict[str, Any] = {
             "pool_blocks": 2048,
             "used_blocks": 5,
             "quarantined_blocks": 1,
+            "cached_blocks": 3,
             "running": 1,
             "waiting": 0,
         },
@@ -72,7 +73,7 @@ def test_status_shows_workers_store_and_streams(endpoint: Endpoint, capsys: pyte
     out = capsys.readouterr().out
     for words in ("prefill-0", "01234567 ", "decode-0 is refused; it differs in: dtype, [bold]x", "req-1", "4096"):
         assert words in out
-    assert "1 of 2 workers ready, 5 pool blocks used, 1 quarantined, 1 leases, 1 streams" in out
+    assert "1 of 2 workers ready, 5 pool blocks used, 3 cached, 1 quarantined, 1 leases, 1 streams" in out
     assert "0123456789abcdef" not in out
 
 
