@@ -39,7 +39,7 @@ from kvstore.core.messages import (
     Ticket,
 )
 from kvstore.store.client import StoreClient
-from kvstore.transport.base import BlockReceive, TransferResult, Transport
+from kvstore.transport.base import SETTLED, BlockReceive, TransferResult, Transport
 from workers.answer_blocks import AnswerBlocks
 from workers.core.hand_off import HandOffState, HandOffTracker, Refusal
 from workers.core.waiting_line import WaitingLine
@@ -51,6 +51,7 @@ from workers.ingress_link import IngressLink
 from workers.kv_link import KvPeer
 from workers.kv_pool import KvPool
 from workers.layout_proof import LayoutProof, describe
+from workers.settlements import Settlements
 from workers.spec import WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class DecodeSide:
         self._seen: OrderedDict[AttemptKey, None] = OrderedDict()
         self._receiving: dict[AttemptKey, int] = {}
         """Blocks per attempt whose transfer has not come to its end; their slots are fenced until it has."""
+        self._settlements = Settlements(transport)
         self._lent: dict[AttemptKey, Callable[[], None] | None] = {}
         """Attempts in whose blocks a prefill of this worker computes, with what is to be done once it has left them."""
         self._scratch = bytearray(memory.layout.block_bytes)
@@ -150,6 +152,15 @@ class DecodeSide:
         """Returns (attempts that hold blocks, attempts that wait for blocks, preempted ones included)."""
         num_away = self._growth.num_away
         return len(self._attempts) - num_away, len(self._waiting) + num_away
+
+    def fenced(self) -> dict[str, int]:
+        """Returns the counts of destination blocks whose transfer did not come to its end in time."""
+        settlements = self._settlements
+        return {
+            "destination_blocks_fenced": settlements.num_open,
+            "destination_blocks_given_up": settlements.num_given_up,
+            "destination_blocks_settled": settlements.num_settled,
+        }
 
     def lend_blocks(self, key: AttemptKey) -> tuple[int, ...] | None:
         """Returns the slots of an attempt that holds blocks here, or None, to a prefill of this worker.
@@ -374,6 +385,7 @@ class DecodeSide:
     def on_tick(self) -> None:
         """Renews the reservations that their ingress still wants, ends those whose time is over."""
         now_ns = self._clock_ns()
+        self._settlements.look()
         for held in self._attempts.values():
             # Prefill may queue and compute for long; as long as the ingress holds on to the attempt, so do its blocks.
             if not held.decoding and held.link.may_publish(held.key):
@@ -408,6 +420,7 @@ class DecodeSide:
         ]:
             self._fault(attempt, "transfer_failed", "the prefill worker died")
         self._pool.peer_dead(Incarnation(incarnation))
+        self._settlements.look()
         self._admit_waiting()
 
     def link_removed(self, link: IngressLink) -> None:
@@ -513,7 +526,10 @@ class DecodeSide:
         )
         for result in results:
             self._count(result)
-        self._settle(key, sum(result in (TransferResult.OK, TransferResult.CORRUPT) for result in results))
+        given_up = [block.tag for block, result in zip(posted, results, strict=True) if result not in SETTLED]
+        if given_up:
+            self._settlements.watch(peer.incarnation, given_up, lambda num_settled: self._settle(key, num_settled))
+        self._settle(key, len(results) - len(given_up))
         attempt = self._attempts.get(key)
         if attempt is None:
             return

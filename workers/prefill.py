@@ -38,7 +38,7 @@ from kvstore.core.quota import tenant_of
 from kvstore.digest import block_digest
 from kvstore.errors import FingerprintMismatch, KopirError
 from kvstore.store.client import PutBlock, StoreClient
-from kvstore.transport.base import BlockSend, TransferResult, Transport
+from kvstore.transport.base import SETTLED, BlockSend, Transport
 from workers.core.waiting_line import WaitingLine
 from workers.decode import DecodeSide
 from workers.device_cache import DeviceCache
@@ -47,6 +47,7 @@ from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvPeer
 from workers.kv_pool import KvPool
 from workers.prefill_job import ComputeFailed, Job, PrefillFailed
+from workers.settlements import Settlements
 from workers.spec import DecodeAddress, WorkerSpec
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class PrefillSide:
         self._jobs: dict[AttemptKey, Job] = {}
         self._line: WaitingLine[tuple[Job, asyncio.Future[None]]] = WaitingLine(spec.max_waiting)
         self._storing: set[asyncio.Task[None]] = set()
+        self._settlements = Settlements(transport)
         self._seen: OrderedDict[AttemptKey, None] = OrderedDict()
         self.counters = dict.fromkeys(
             (
@@ -105,6 +107,19 @@ class PrefillSide:
             ),
             0,
         )
+
+    def fenced(self) -> dict[str, int]:
+        """Returns the counts of source blocks whose push did not come to its end in time."""
+        settlements = self._settlements
+        return {
+            "source_blocks_fenced": settlements.num_open,
+            "source_blocks_given_up": settlements.num_given_up,
+            "source_blocks_settled": settlements.num_settled,
+        }
+
+    def on_tick(self) -> None:
+        """Looks after blocks that a slow decode worker may still read."""
+        self._settlements.look()
 
     def load(self) -> tuple[int, int]:
         """Returns (jobs that hold anything, those that only copy to the store included; jobs waiting for blocks)."""
@@ -195,6 +210,7 @@ class PrefillSide:
         """A decode worker is proved dead: it reads no more from the blocks that were pushed to it."""
         self._dialer.forget(incarnation)
         self._pool.peer_dead(Incarnation(incarnation))
+        self._settlements.look()
         self._admit_waiting()
 
     async def close(self) -> None:
@@ -531,14 +547,26 @@ class PrefillSide:
             self.counters["stored_blocks"] += stored.stored
 
     def _release(self, job: Job) -> None:
-        """Frees the blocks; when a push did not come to its end, its reader keeps them fenced until it is dead."""
+        """Frees the blocks; while a push has not come to its end, they are fenced, unless its reader is dead."""
         if not job.holds_blocks:
             return
         job.holds_blocks = False
-        settled = all(result is TransferResult.OK for push, _ in job.pushes for result in push.result())
+        given_up = [
+            job.request.ticket.blocks[index - job.num_held_blocks].tag
+            for push, blocks in job.pushes
+            for index, result in zip(blocks, push.result(), strict=True)
+            if result not in SETTLED
+        ]
         self._pool.release(
-            AttemptId(job.key[0]), job.key[1], now_ns=self._clock_ns(), reader_may_still_read=not settled
+            AttemptId(job.key[0]), job.key[1], now_ns=self._clock_ns(), reader_may_still_read=bool(given_up)
         )
+        if given_up and job.peer is not None:
+            self._settlements.watch(job.peer.incarnation, given_up, lambda _: self._settled(job.key))
+        self._admit_waiting()
+
+    def _settled(self, key: AttemptKey) -> None:
+        """The transport is through with an ended job's blocks: nobody reads them any more."""
+        self._pool.writer_done(AttemptId(key[0]), key[1])
         self._admit_waiting()
 
     def _cancel(self, job: Job | None) -> None:

@@ -221,6 +221,8 @@ class Worker:
             self._news.tell()
             if self._decode is not None:
                 self._decode.on_tick()
+            if self._prefill is not None:
+                self._prefill.on_tick()
 
     async def _add_ingress(self, address: IngressAddress) -> None:
         if address.incarnation in self._ingresses:
@@ -404,7 +406,7 @@ class Worker:
             if side is not None:
                 running_there, waiting_there = side.load()
                 running, waiting = max(running, running_there), max(waiting, waiting_there)
-                counters |= side.counters
+                counters |= side.counters | side.fenced()
         return Status(
             nonce=nonce,
             worker_id=self._spec.worker_id,

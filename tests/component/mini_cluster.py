@@ -214,6 +214,17 @@ class MiniCluster:
         for worker, _ in self.workers.values():
             worker._pool.check_invariants()
 
+    async def replace_worker(self, name: str) -> None:
+        """Ends a worker and starts another of its role; returns when the ingress uses it and knows that one is gone."""
+        worker, join = self.workers.pop(name)
+        await asyncio.to_thread(worker.close)
+        await self.add_worker(join.role)
+        for other, _ in self.workers.values():
+            other.peer_gone(join.incarnation)
+        self.gone.append(join.incarnation)
+        self.publish_view()
+        await until(lambda: self.backend.ready().ready)
+
     def flush_pools(self) -> None:
         """Empties the device tier of every worker."""
         for worker, _ in self.workers.values():
