@@ -113,6 +113,7 @@ def _ttft_rows(place: Path, *, seed: int, num_prompts: int, quick: bool) -> list
         f"kv.disk_path={place / 'tier'}",
         f"kv.disk_bytes={size}",
         f"kv.host_bytes={size}",
+        "kv.device_cache=false",
         f"workers.prefill.pool_blocks={POOL_BLOCKS}",
         f"ledger.url=sqlite:///{place / 'kopir.db'}",
     ]

@@ -159,6 +159,10 @@ class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bool,
         doc("`true`: a block counts as stored on the disk once it would survive a power cut; `false`: a crash only."),
     ] = True
+    device_cache: Annotated[
+        bool,
+        doc("Complete blocks stay in a worker's pool after their request, until the room is needed; `false`: they go."),
+    ] = True
     eviction: Annotated[
         Literal["kopir", "lru", "s3fifo", "arc"],
         doc("Which blocks leave a full tier first: `kopir` (prefixes, learned reuse), `lru`, `s3fifo` or `arc`."),

@@ -63,6 +63,8 @@ def make_plan(config: Config, *, model_path: Path, model: ModelConfig, cores: in
                 max_stream_backlog_tokens=config.limits.max_stream_backlog_tokens,
                 host_identity=config.kv.host_identity,
                 verify="full" if config.kv.verify == "full" else "digest",
+                eviction=config.kv.eviction,
+                device_cache=config.kv.device_cache,
             )
             for index in range(section.replicas)
         )

@@ -38,6 +38,9 @@ class WorkerSpec(Struct, frozen=True, kw_only=True):
     host_identity: str = "auto"
     transport: Literal["ucx", "inproc"] = "ucx"
     verify: Literal["digest", "full"] = "digest"
+    eviction: Literal["kopir", "lru", "s3fifo", "arc"] = "kopir"
+    device_cache: bool = True
+    """Complete blocks stay in the pool after their request, until the room is needed."""
     store_host: str | None = None
     store_port: int | None = None
 

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.core.block_pool import BlockPool
+<<<<<<< HEAD
 from kvstore.core.ids import BlockHash
+=======
+from kvstore.core.eviction import make_policy
+>>>>>>> f2b0087 (Cached device blocks leave by the policies of the other tiers; the tier can be off; bytes of deltas are counted end to end; ADR 0009)
 from kvstore.core.messages import (
     BlocksLanded,
     BlocksPosted,
@@ -96,7 +100,11 @@ class Worker:
         config = read_config(folder)
         layout = config.kv_layout(spec.block_tokens, spec.dtype)
         self._memory = KvPool(layout, spec.pool_blocks)
-        self._pool = BlockPool(spec.pool_blocks)
+        self._pool = BlockPool(
+            spec.pool_blocks,
+            policy=make_policy(spec.eviction, spec.pool_blocks),
+            keeps_cached=spec.device_cache,
+        )
         # Pages of the pool are touched now, not by the first transfer into them.
         self._memory.tensor.zero_()
         engine, numerics = _make_engine(spec, config, self._memory)

@@ -84,11 +84,17 @@ class BlockPool:
     """Slots of one worker's device pool. Belongs to one thread."""
 
     def __init__(
-        self, num_blocks: int, *, quarantine_limit_blocks: int | None = None, policy: EvictionPolicy | None = None
+        self,
+        num_blocks: int,
+        *,
+        quarantine_limit_blocks: int | None = None,
+        policy: EvictionPolicy | None = None,
+        keeps_cached: bool = True,
     ) -> None:
         """``quarantine_limit_blocks`` only raises a flag in ``counts``; default: half of the pool.
 
-        ``policy``: which cached block leaves first when room is needed; default LRU.
+        ``policy``: which cached block leaves first when room is needed; default LRU. Without ``keeps_cached`` a
+        complete block may be shared, but goes with the last attempt that holds it.
         """
         assert num_blocks >= 1, num_blocks
         self._total = num_blocks
@@ -100,7 +106,7 @@ class BlockPool:
         # life ended as long ago as possible.
         self._free: deque[int] = deque(range(num_blocks))
         self._attempts: dict[AttemptId, _Attempt] = {}
-        self._cache = PrefixCache(policy if policy is not None else LruPolicy(num_blocks))
+        self._cache = PrefixCache(policy if policy is not None else LruPolicy(num_blocks), keeps_idle=keeps_cached)
         self._quarantine: dict[tuple[int, AttemptId, int], QuarantinedSlot] = {}
         """By slot and ended attempt: a cached block may have been read for several."""
         self._num_quarantined = 0
@@ -315,8 +321,8 @@ class BlockPool:
             return 0
         assert attempt.num_reserved == 0, f"{attempt_id}: {attempt.num_reserved} slots have not landed"
         slots, attempt.slots = attempt.slots, []
-        for slot in self._leaf_first(slots):
-            self._let_go(slot)
+        for slot, parent in self._leaf_first(slots):
+            self._let_go(slot, parent=parent)
         return len(slots)
 
     def expire(self, now_ns: int) -> tuple[tuple[AttemptId, int], ...]:
@@ -501,9 +507,9 @@ class BlockPool:
             # A peer is bound before its first transfer is posted, so without one no transfer can be under way.
             assert owned_reason is None or attempt.was_bound, f"{attempt_id}: released to a reader never bound"
             reserved_reason = owned_reason = None
-        for slot in self._leaf_first(attempt.slots):
+        for slot, parent in self._leaf_first(attempt.slots):
             reason = reserved_reason if self._state[slot] is SlotState.RESERVED else owned_reason
-            self._let_go(slot, to_fence=reason is not None)
+            self._let_go(slot, to_fence=reason is not None, parent=parent)
             if reason is None:
                 continue
             if self._state[slot] is not SlotState.CACHED:
@@ -531,15 +537,20 @@ class BlockPool:
                 self._set_free(entry.slot)
         return self.counts().available - before
 
-    def _leaf_first(self, slots: Sequence[int]) -> list[int]:
-        """Returns the order in which slots are let go: a cached parent must never be older than its leaf."""
-        own = [slot for slot in slots if self._state[slot] is not SlotState.CACHED]
-        return own + [slot for slot in reversed(slots) if self._state[slot] is SlotState.CACHED]
+    def _leaf_first(self, slots: Sequence[int]) -> list[tuple[int, int | None]]:
+        """Returns in which order slots are let go, each with its cached parent: that must never be older than its leaf.
 
-    def _let_go(self, slot: int, *, to_fence: bool = False) -> None:
+        ``slots``: the block table of an attempt.
+        """
+        is_cached = [self._state[slot] is SlotState.CACHED for slot in slots]
+        own: list[tuple[int, int | None]] = [(slots[i], None) for i in range(len(slots)) if not is_cached[i]]
+        parents = [slots[i - 1] if i and is_cached[i - 1] else None for i in range(len(slots))]
+        return own + [(slots[i], parents[i]) for i in reversed(range(len(slots))) if is_cached[i]]
+
+    def _let_go(self, slot: int, *, to_fence: bool = False, parent: int | None = None) -> None:
         """An attempt does not hold a slot any more. With ``to_fence`` it is not free yet: a peer may touch it."""
         if self._state[slot] is SlotState.CACHED:
-            if self._cache.unpin(slot, to_fence=to_fence):
+            if self._cache.unpin(slot, to_fence=to_fence, parent=parent):
                 self._set_free(slot)
         elif not to_fence:
             self._set_free(slot)

@@ -6,7 +6,7 @@ that anybody may share. It never touches bytes and never decides that a slot is 
 Life of an entry:
 
     publish ──> held (pinned by attempts, fenced by transfers that may still read it) <──pin── idle ──evict──> gone
-                held ──last hold ends──> idle
+                held ──last hold ends──> idle, or gone where nothing is kept
     drop: the hash is forgotten at once; the slot goes when the last hold ends
 
 The policy hears of a block when a use of it *ends*: while it is in use it cannot leave anyway. The pool ends the uses
@@ -36,8 +36,10 @@ class _Entry:
 class PrefixCache:
     """Slots of one pool whose blocks are complete. Belongs to one thread."""
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy, *, keeps_idle: bool = True) -> None:
+        """Without ``keeps_idle`` a block goes with its last hold: it is shared, but not kept."""
         self._policy = policy
+        self._keeps_idle = keeps_idle
         self._by_hash: dict[BlockHash, int] = {}
         self._entries: dict[int, _Entry] = {}
         self.num_idle = 0
@@ -120,18 +122,19 @@ class PrefixCache:
         """An attempt holds the block."""
         self._change(slot, pins=1)
 
-    def unpin(self, slot: int, *, to_fence: bool = False) -> bool:
+    def unpin(self, slot: int, *, to_fence: bool = False, parent: int | None = None) -> bool:
         """An attempt lets the block go, to a transfer that may still read it if ``to_fence``.
 
-        Returns True when the block was dropped meanwhile and nobody holds it: the slot is the pool's again.
+        ``parent``: the slot of the block before it in the attempt, if that is here too. Returns True when nobody
+        holds the block and it is not kept, because it was dropped meanwhile or nothing is: the slot is the pool's.
         """
-        return self._change(slot, pins=-1, fences=int(to_fence))
+        return self._change(slot, pins=-1, fences=int(to_fence), parent=parent)
 
     def unfence(self, slot: int) -> bool:
         """A transfer reads the block no more. Returns as ``unpin``."""
         return self._change(slot, fences=-1)
 
-    def _change(self, slot: int, *, pins: int = 0, fences: int = 0) -> bool:
+    def _change(self, slot: int, *, pins: int = 0, fences: int = 0, parent: int | None = None) -> bool:
         entry = self._entries[slot]
         self._count(entry, -1)
         entry.num_pins += pins
@@ -145,11 +148,17 @@ class PrefixCache:
                 self._take_out(slot)
                 return True
             return False
+        if not self._keeps_idle:
+            if self.is_idle(slot):
+                del self._by_hash[entry.block_hash]
+                self._take_out(slot)
+                return True
+            return False
         if entry.in_policy:
-            self._policy.on_hit(slot, entry.block_hash)
+            self._policy.on_hit(slot, entry.block_hash, parent=parent)
         else:
             entry.in_policy = True
-            self._policy.on_insert(slot, entry.block_hash)
+            self._policy.on_insert(slot, entry.block_hash, parent=parent)
         return False
 
     def _count(self, entry: _Entry, change: int) -> None:

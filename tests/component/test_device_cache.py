@@ -109,6 +109,56 @@ async def test_streams_with_the_same_prefix_share_its_blocks(make_cluster: MakeC
     assert (await counters(cluster, "decode-0"))["held_blocks"] == 8 * 20
 
 
+async def test_a_prompt_that_shares_half_moves_half(make_cluster: MakeCluster) -> None:
+    """C5: four of eight blocks are known on both sides: four are computed, and four travel."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "decode")
+    first = make_spec(128)
+    await collect(await cluster.submit(first, "req-1"))
+    await cluster.at_rest()
+    before = await counters(cluster, "prefill-0")
+    head, tail = first.prompt_token_ids[:64], make_spec(64, salt=9).prompt_token_ids
+    second = msgspec.structs.replace(first, prompt_token_ids=(*head, *tail))
+    again = await cluster.submit(second, "req-2")
+    assert await collect(again) == (cluster.golden(second), "length")
+    assert by_tier(again) == {"device": 64}
+    await cluster.at_rest()
+    after = await counters(cluster, "prefill-0")
+    assert after["pushed_bytes"] - before["pushed_bytes"] == 4 * cluster.layout.block_bytes
+    assert after["computed_tokens"] - before["computed_tokens"] == 64
+
+
+@pytest.mark.parametrize("eviction", ["kopir", "lru", "s3fifo", "arc"])
+async def test_what_is_cached_is_no_leak(make_cluster: MakeCluster, eviction: str) -> None:
+    """Pools full of kept blocks admit at once a request that needs every block they have; the answer is right."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "decode", pool_blocks=12, eviction=eviction)
+    for number in range(4):
+        await collect(await cluster.submit(make_spec(80, 4, salt=number), f"req-{number}"))
+    await cluster.at_rest()
+    statuses = await cluster.statuses()
+    assert all(status.cached_blocks >= 10 for status in statuses.values()), statuses
+    assert all(status.counters["device_evicted_blocks"] for status in statuses.values()), statuses
+    whole = make_spec(12 * BLOCK_TOKENS - 8, 8, salt=9)
+    assert await collect(await cluster.submit(whole, "req-whole")) == (cluster.golden(whole), "length")
+    await cluster.at_rest()
+
+
+async def test_the_tier_can_be_off(make_cluster: MakeCluster) -> None:
+    """``kv.device_cache: false``: nothing stays in the pools, the store serves the prompt, and all of it travels."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "decode", device_cache=False)
+    spec = make_spec(96)
+    expected = await collect(await cluster.submit(spec, "req-1"))
+    await cluster.at_rest()
+    again = await cluster.submit(spec, "req-2")
+    assert await collect(again) == expected
+    assert by_tier(again) == {"host": 95}
+    await cluster.at_rest()
+    assert all(status.cached_blocks == 0 for status in (await cluster.statuses()).values())
+    assert (await counters(cluster, "prefill-0"))["pushed_bytes"] == 12 * cluster.layout.block_bytes
+
+
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
 async def test_a_damaged_block_is_dropped_and_never_used(make_cluster: MakeCluster, name: str) -> None:
     """C3: one byte of a cached block changes in the pool; its digest tells, it is counted, the tokens are right."""

@@ -41,10 +41,11 @@ def store_settings(
         return
     folder = tmp_path_factory.mktemp("store")
     if kind == "tiny":
-        yield {"host_bytes": TINY_HOST_BYTES, "disk_path": str(folder), "disk_bytes": "512MiB"}
+        below = {"host_bytes": TINY_HOST_BYTES, "disk_path": str(folder), "disk_bytes": "512MiB"}
+        yield below | {"device_cache": False}
         return
     with mounted_tmpfs(folder, "1m"):
-        yield {"disk_path": str(folder), "disk_bytes": "512MiB"}
+        yield {"disk_path": str(folder), "disk_bytes": "512MiB", "device_cache": False}
 
 
 @contextlib.contextmanager

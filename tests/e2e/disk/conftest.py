@@ -18,7 +18,8 @@ BLOCK_BYTES = 737_280
 
 
 def make_config(disk: Path | None, disk_bytes: int | str, *, host_blocks: int = HOST_BLOCKS) -> dict[str, Any]:
-    kv = {"host_bytes": host_blocks * BLOCK_BYTES}
+    # What the pools keep would be found before the tiers below them.
+    kv: dict[str, Any] = {"host_bytes": host_blocks * BLOCK_BYTES, "device_cache": False}
     if disk is not None:
         kv |= {"disk_path": str(disk), "disk_bytes": disk_bytes}
     return {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvstore.core.block_pool import (
     BlockPool,
@@ -17,6 +17,7 @@ from kvstore.core.block_pool import (
     SlotState,
     StaleAttempt,
 )
+from kvstore.core.eviction import POLICIES, make_policy
 from kvstore.core.ids import AttemptId, BlockDigest, BlockHash, Incarnation
 
 A, B, C, D = (AttemptId(f"att-{letter}") for letter in "abcd")
@@ -186,6 +187,21 @@ def test_flush_and_vacate() -> None:
     pool.check_invariants()
 
 
+def test_without_keeping_a_block_is_shared_and_goes_with_its_last_holder() -> None:
+    """``keeps_cached=False``: found while somebody holds it, or may still read it, and no longer."""
+    pool = BlockPool(4, keeps_cached=False)
+    take(pool, A, 2)
+    share(pool, A, HASHES[0])
+    take(pool, B, 2, HASHES[:1])
+    pool.release(A, 1, now_ns=0)
+    assert here(pool) == HASHES[:1]
+    pool.release(B, 1, now_ns=0, reader_may_still_read=True)
+    assert here(pool) == HASHES[:1] and pool.counts().quarantined == 2
+    assert pool.writer_done(B, 1) == 2
+    assert not here(pool) and pool.counts().free == 4
+    pool.check_invariants()
+
+
 # --- against a naive model ----------------------------------------------------------------------------------
 
 NUM_BLOCKS = 6
@@ -228,12 +244,16 @@ class SharingMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
         self.now_ns = 0
         self.attempts: dict[str, ModelAttempt] = {}
         self.retired: dict[str, int] = {}
         self.lives: dict[int, Life] = {}
         self.tags: set[int] = set()
+
+    @initialize(name=st.sampled_from(sorted(POLICIES)))
+    def make(self, name) -> None:  # type: ignore[no-untyped-def]
+        """Which block leaves is the policy's matter; that it may leave is the pool's, whatever the policy."""
+        self.pool = BlockPool(NUM_BLOCKS, policy=make_policy(name, NUM_BLOCKS))
 
     # --- the model ----------------------------------------------------------------------------------------
 
