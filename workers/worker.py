@@ -10,16 +10,12 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvstore.core.block_pool import BlockPool
-<<<<<<< HEAD
-from kvstore.core.ids import BlockHash
-=======
 from kvstore.core.eviction import make_policy
->>>>>>> f2b0087 (Cached device blocks leave by the policies of the other tiers; the tier can be off; bytes of deltas are counted end to end; ADR 0009)
+from kvstore.core.ids import BlockHash
 from kvstore.core.messages import (
     BlocksLanded,
     BlocksPosted,
@@ -216,7 +212,8 @@ class Worker:
                 dialer=self._dialer,
                 local_decode=self._decode,
             )
-        self._news = CacheNews(self._fingerprint.digest(), self._cached_blocks)
+        self._news = CacheNews(self._fingerprint.digest(), self._pool.cached_hashes)
+        self._pool.on_cached(self._on_cached)
         kv_address = ("", 0)
         if self._decode is not None:
             kv_address = self._decode.kv_address = await self._listener.start(spec.bind_host)
@@ -379,9 +376,8 @@ class Worker:
         ended = self._transport.peer_lost(incarnation, proved_dead=True)
         ended.add_done_callback(lambda _: self._links.call(self._tell_sides_gone, incarnation))
 
-    def _cached_blocks(self) -> Sequence[BlockHash]:
-        """Returns the blocks that the pool keeps for the next prompt."""
-        return ()
+    def _on_cached(self, block_hash: BlockHash, is_here: bool) -> None:
+        (self._news.added if is_here else self._news.removed)(block_hash)
 
     def _tell_sides_gone(self, incarnation: str) -> None:
         for side in (self._prefill, self._decode):

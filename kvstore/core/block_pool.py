@@ -27,7 +27,7 @@ recognised. A tag is given once in the life of the pool. Expected outcomes are t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvstore.core.eviction import EvictionPolicy, LruPolicy
@@ -273,6 +273,14 @@ class BlockPool:
             block.block_hash,
             block.digest,
         )
+
+    def cached_hashes(self) -> list[BlockHash]:
+        """Returns every block that can be found now."""
+        return self._cache.hashes()
+
+    def on_cached(self, listener: Callable[[BlockHash, bool], None]) -> None:
+        """Calls ``listener(hash, is_here)`` whenever a block can be found from now on, or not any more."""
+        self._cache.on_change = listener
 
     def flush(self) -> int:
         """Forgets every cached block, at once where nobody holds it. Returns how many slots are free by that."""

@@ -15,6 +15,7 @@ of one attempt leaf first, so that a parent is never older than its leaf.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.core.eviction import EvictionPolicy
@@ -38,6 +39,8 @@ class PrefixCache:
 
     def __init__(self, policy: EvictionPolicy, *, keeps_idle: bool = True) -> None:
         """Without ``keeps_idle`` a block goes with its last hold: it is shared, but not kept."""
+        self.on_change: Callable[[BlockHash, bool], None] | None = None
+        """Told of every block that can be found from now on (True), or not any more (False)."""
         self._policy = policy
         self._keeps_idle = keeps_idle
         self._by_hash: dict[BlockHash, int] = {}
@@ -87,13 +90,16 @@ class PrefixCache:
             return False
         self._by_hash[block_hash] = slot
         self._entries[slot] = _Entry(block_hash, digest, num_pins=1)
+        if self.on_change is not None:
+            self.on_change(block_hash, True)
         return True
 
     def drop(self, block_hash: BlockHash) -> int | None:
         """Forgets a block for good. Returns its slot if nobody holds it: it is the pool's again."""
-        slot = self._by_hash.pop(block_hash, None)
+        slot = self._by_hash.get(block_hash)
         if slot is None:
             return None
+        self._forget(block_hash)
         entry = self._entries[slot]
         entry.is_dropped = True
         if entry.in_policy:
@@ -111,7 +117,7 @@ class PrefixCache:
                     break
         for slot in chosen:
             entry = self._entries[slot]
-            del self._by_hash[entry.block_hash]
+            self._forget(entry.block_hash)
             self._policy.on_remove(slot, entry.block_hash)
             self._take_out(slot)
         return chosen
@@ -150,7 +156,7 @@ class PrefixCache:
             return False
         if not self._keeps_idle:
             if self.is_idle(slot):
-                del self._by_hash[entry.block_hash]
+                self._forget(entry.block_hash)
                 self._take_out(slot)
                 return True
             return False
@@ -167,6 +173,11 @@ class PrefixCache:
                 self.num_idle += change
             else:
                 self.num_fenced += change
+
+    def _forget(self, block_hash: BlockHash) -> None:
+        del self._by_hash[block_hash]
+        if self.on_change is not None:
+            self.on_change(block_hash, False)
 
     def _take_out(self, slot: int) -> int:
         self._count(self._entries[slot], -1)

@@ -368,6 +368,35 @@ async def test_a_late_sender_keeps_destinations_fenced_until_it_has_sent(make_cl
     await cluster.at_rest()
 
 
+async def test_a_repeated_prompt_goes_to_the_worker_that_has_it(make_cluster: MakeCluster) -> None:
+    """The ingress hears what comes into a pool and what leaves it, and routes by that: a device hit each time."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "prefill", "decode")
+    specs = [make_spec(100, salt=number) for number in range(4)]
+    homes = []
+    for number, spec in enumerate(specs):
+        generation = await cluster.submit(spec, f"req-{number}")
+        await collect(generation)
+        homes.append(generation.record()["attempts"][0]["prefill"]["worker_id"])
+    assert len(set(homes)) == 2, "the work is spread"
+    await cluster.at_rest()
+    caches = cluster.backend._placement._caches
+    lives = {name: cluster.workers[name][1].incarnation for name in set(homes)}
+
+    def heard(number: int) -> int:
+        return int(caches.prefixes(hashes_of(cluster, homes[number], specs[number])).get(lives[homes[number]], 0))
+
+    await until(lambda: all(heard(number) == 6 for number in range(4)))
+    for number, spec in enumerate(specs):
+        again = await cluster.submit(spec, f"req-{number}-again")
+        await collect(again)
+        assert again.record()["attempts"][0]["prefill"]["worker_id"] == homes[number]
+        assert by_tier(again) == {"device": 96}
+    await cluster.at_rest()
+    on_loop(cluster, homes[0], lambda worker: worker._pool.flush())
+    await until(lambda: heard(0) == 0)
+
+
 async def test_what_was_pushed_to_a_dead_decode_worker_is_pushed_again(make_cluster: MakeCluster) -> None:
     """Decode dies before it took over: prefill still has the blocks, computes the tail alone and sends them all."""
     cluster = make_cluster()

@@ -254,6 +254,12 @@ class SharingMachine(RuleBasedStateMachine):
     def make(self, name) -> None:  # type: ignore[no-untyped-def]
         """Which block leaves is the policy's matter; that it may leave is the pool's, whatever the policy."""
         self.pool = BlockPool(NUM_BLOCKS, policy=make_policy(name, NUM_BLOCKS))
+        self.heard: set[BlockHash] = set()
+        self.pool.on_cached(self.hear)
+
+    def hear(self, block_hash: BlockHash, is_here: bool) -> None:
+        assert (block_hash in self.heard) is not is_here, "told twice"
+        (self.heard.add if is_here else self.heard.remove)(block_hash)
 
     # --- the model ----------------------------------------------------------------------------------------
 
@@ -490,6 +496,7 @@ class SharingMachine(RuleBasedStateMachine):
             assert self.pool.blocks_of(AttemptId(attempt_id), attempt.epoch) == tuple(
                 life.slot for life in attempt.table
             )
+        assert self.heard == set(self.pool.cached_hashes()) == set(self.known())
         found = {item: self.pool.find(item) for item in HASHES}
         assert {item: block.slot for item, block in found.items() if block is not None} == {
             item: life.slot for item, life in self.known().items()
