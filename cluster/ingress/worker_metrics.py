@@ -60,6 +60,7 @@ class WorkerMetrics:
         worker = status.worker_id
         self._blocks.labels(worker, "all").set(status.pool_blocks)
         self._blocks.labels(worker, "used").set(status.used_blocks)
+        self._blocks.labels(worker, "cached").set(status.cached_blocks)
         self._blocks.labels(worker, "quarantined").set(status.quarantined_blocks)
         self._requests.labels(worker, "running").set(status.running)
         self._requests.labels(worker, "waiting").set(status.waiting)
