@@ -11,8 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvstore.core.block_pool import BlockPool, CachedBlock, Reservation
-from kvstore.core.ids import AttemptId
+from kvstore.core.block_pool import BlockPool, CachedBlock
 from kvstore.core.quota import tenant_of
 from kvstore.store.client import PutBlock, StoreClient
 from workers.decode_attempt import DecodeAttempt
@@ -23,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 STORING_ANSWERS_MAX = 64
 """Copies under way at a time; what ends beyond that stays in the pool only."""
-_HOLDER_PREFIX = "store:"
 
 
 class AnswerBlocks:
@@ -37,7 +35,6 @@ class AnswerBlocks:
         device: DeviceCache,
         store: StoreClient | None,
         counters: dict[str, int],
-        clock_ns: Callable[[], int],
         on_freed: Callable[[], None],
     ) -> None:
         self._pool = pool
@@ -45,7 +42,6 @@ class AnswerBlocks:
         self._device = device
         self._store = store
         self._counters = counters
-        self._clock_ns = clock_ns
         self._on_freed = on_freed
         self._copies: set[asyncio.Task[None]] = set()
 
@@ -69,17 +65,14 @@ class AnswerBlocks:
     def _copy(self, attempt: DecodeAttempt, blocks: list[CachedBlock]) -> None:
         if len(self._copies) >= STORING_ANSWERS_MAX:
             return
-        holder = AttemptId(f"{_HOLDER_PREFIX}{attempt.key[0]}")
-        held = self._pool.allocate(
-            holder, attempt.key[1], num_blocks=len(blocks), cached=[block.block_hash for block in blocks]
-        )
-        assert isinstance(held, Reservation), held
+        holder, epoch = f"answer:{attempt.key[1]}:{attempt.key[0]}", attempt.key[1]
+        self._device.hold(holder, epoch, blocks)
         task = asyncio.ensure_future(self._store_blocks(attempt, blocks))
         self._copies.add(task)
 
         def done(finished: asyncio.Task[None]) -> None:
             self._copies.discard(finished)
-            self._pool.release(holder, attempt.key[1], now_ns=self._clock_ns())
+            self._device.let_go(holder, epoch)
             if not finished.cancelled() and (error := finished.exception()) is not None:
                 logger.error("answer_not_stored attempt_id=%s epoch=%d", *attempt.key, exc_info=error)
             self._on_freed()

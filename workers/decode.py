@@ -51,6 +51,7 @@ from workers.ingress_link import IngressLink
 from workers.kv_link import KvPeer
 from workers.kv_pool import KvPool
 from workers.layout_proof import LayoutProof, describe
+from workers.loans import Loans
 from workers.settlements import Settlements
 from workers.spec import WorkerSpec
 
@@ -98,8 +99,7 @@ class DecodeSide:
         self._receiving: dict[AttemptKey, int] = {}
         """Blocks per attempt whose transfer has not come to its end; their slots are fenced until it has."""
         self._settlements = Settlements(transport)
-        self._lent: dict[AttemptKey, Callable[[], None] | None] = {}
-        """Attempts in whose blocks a prefill of this worker computes, with what is to be done once it has left them."""
+        self._loans = Loans(pool=pool, device=device)
         self._scratch = bytearray(memory.layout.block_bytes)
         self.kv_address: tuple[str, int] = ("", 0)
         self.counters = dict.fromkeys(
@@ -142,7 +142,6 @@ class DecodeSide:
             device=device,
             store=store,
             counters=self.counters,
-            clock_ns=clock_ns,
             on_freed=self._admit_waiting,
         )
 
@@ -168,19 +167,32 @@ class DecodeSide:
         However the attempt ends, they are nobody else's until ``take_back_blocks``.
         """
         attempt = self._attempts.get(key)
-        if attempt is None:
-            return None
-        self._lent[key] = None
-        return attempt.slots
+        return None if attempt is None else self._loans.lend(attempt)
 
-    def take_back_blocks(self, key: AttemptKey) -> None:
-        """The engine has left them. An attempt that was not handed over by then never will be: it ends."""
-        then = self._lent.pop(key, None)
-        attempt = self._attempts.get(key)
+    def take_back_blocks(self, key: AttemptKey, digests: Sequence[BlockDigest]) -> None:
+        """The engine has left them. An attempt that was not handed over by then never will be: it ends.
+
+        ``digests``: of the first blocks, which are final; they are kept for others.
+        """
+        lent = self._loans.take_back(key)
+        if lent is None:
+            return
+        attempt, then = lent
+        if not attempt.decoding:
+            self._loans.keep(attempt, digests)
         if then is not None:
             then()
-        elif attempt is not None and not attempt.decoding:
+        elif not attempt.decoding:
             self._stop(attempt)
+
+    def kept_blocks(self, key: AttemptKey) -> tuple[CachedBlock, ...]:
+        """Returns the full blocks that a prefill of this worker computed; they stay until ``blocks_copied``."""
+        return self._loans.kept(key)
+
+    def blocks_copied(self, key: AttemptKey) -> None:
+        """The store has its copy of them, or will have none."""
+        self._loans.copied(key)
+        self._admit_waiting()
 
     def held(self, key: AttemptKey) -> tuple[CachedBlock, ...]:
         """Returns the blocks of an attempt's prompt that were here before it."""
@@ -337,10 +349,8 @@ class DecodeSide:
         attempt = self._attempts.get((message.attempt_id, message.epoch))
         if attempt is None or self._lost_block(attempt) is not None:
             return False
-        for block in attempt.tracker.blocks:
-            self._pool.landed(AttemptId(attempt.key[0]), attempt.key[1], slot=block.slot, generation=block.generation)
-        for index in range(len(attempt.held), len(attempt.hashes)):
-            self._device.share(attempt.key, index, attempt.hashes[index], digests[index])
+        # Before it decodes: a short answer may end at once, and its blocks with it.
+        self._loans.keep(attempt, digests)
         self._begin_decode(attempt, message)
         return True
 
@@ -388,12 +398,9 @@ class DecodeSide:
         self._settlements.look()
         for held in self._attempts.values():
             # Prefill may queue and compute for long; as long as the ingress holds on to the attempt, so do its blocks.
-            if not held.decoding and held.link.may_publish(held.key):
+            if not held.decoding and held.key not in self._loans and held.link.may_publish(held.key):
                 deadline_ns = now_ns + held.request.reservation_ms * 1_000_000
                 self._pool.renew(AttemptId(held.key[0]), held.key[1], deadline_ns=deadline_ns)
-        for attempt_id, epoch in self._lent:
-            # No reservation ends under the engine; the prefill that computes in it does, by its own lease.
-            self._pool.renew(AttemptId(attempt_id), epoch, deadline_ns=None)
         for link, request in self._waiting.expire(now_ns):
             self.counters["reservations_expired"] += 1
             link.end((request.attempt_id, request.epoch))
@@ -657,8 +664,8 @@ class DecodeSide:
         if attempt.decoding:
             attempt.is_whole = attempt.is_whole or (attempt.is_sound and self._growth.has_all_blocks(attempt))
             self._growth.stop(attempt, stopped)
-        elif attempt.key in self._lent:
-            self._lent[attempt.key] = lambda: stopped(0)
+        elif attempt.key in self._loans:
+            self._loans.end_later(attempt.key, lambda: stopped(0))
         else:
             stopped(0)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from kvstore.core.block_pool import BlockPool, CachedBlock
+from kvstore.core.block_pool import BlockPool, CachedBlock, Reservation
 from kvstore.core.identity import prefix_hashes
 from kvstore.core.ids import AttemptId, BlockDigest, BlockHash
 from kvstore.core.messages import GenerationSpec
@@ -29,6 +29,9 @@ class DeviceCache:
         self._memory = memory
         self._fingerprint_digest = fingerprint_digest
         self._block_tokens = memory.layout.block_tokens
+        self._holds: dict[tuple[str, int], tuple[CachedBlock, ...]] = {}
+        # Damaged bytes can be a NaN, which no mask would hide from whoever gets the slot next.
+        pool.on_dropped(memory.zero_block)
         self._counters = {"device_hit_blocks": 0, "device_corrupt_blocks": 0, "device_shared_blocks": 0}
 
     @property
@@ -64,6 +67,23 @@ class DeviceCache:
         logger.error("device_block_corrupt hash=%s slot=%d", block.block_hash.hex(), block.slot)
         self._pool.drop(block.block_hash)
         return False
+
+    def hold(self, holder: str, epoch: int, blocks: Sequence[CachedBlock]) -> None:
+        """Blocks that are here do not leave until ``let_go``, whoever else lets them go. Takes no slot."""
+        hashes = [block.block_hash for block in blocks]
+        held = self._pool.allocate(AttemptId(holder), epoch, num_blocks=len(hashes), cached=hashes)
+        assert isinstance(held, Reservation), (holder, epoch, held)
+        self._holds[holder, epoch] = held.cached
+
+    def held(self, holder: str, epoch: int) -> tuple[CachedBlock, ...]:
+        """Returns what ``holder`` holds."""
+        return self._holds.get((holder, epoch), ())
+
+    def let_go(self, holder: str, epoch: int) -> None:
+        """Ends a ``hold``. Safe without one."""
+        if self._holds.pop((holder, epoch), None) is not None:
+            # No peer knows these holds, so that nothing is quarantined and the time does not matter.
+            self._pool.release(AttemptId(holder), epoch, now_ns=0)
 
     def share(self, key: AttemptKey, index: int, block_hash: BlockHash, digest: BlockDigest | None = None) -> bool:
         """A block of an attempt is complete: keeps it for others. ``digest`` is made from its bytes if not known.

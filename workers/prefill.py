@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from kvstore.core.block_pool import BlockPool, NoCapacityResult, Reservation
 from kvstore.core.ids import AttemptId, Incarnation
@@ -38,7 +39,7 @@ from kvstore.core.quota import tenant_of
 from kvstore.digest import block_digest
 from kvstore.errors import FingerprintMismatch, KopirError
 from kvstore.store.client import PutBlock, StoreClient
-from kvstore.transport.base import SETTLED, BlockSend, Transport
+from kvstore.transport.base import SETTLED, BlockSend, TransferResult, Transport
 from workers.core.waiting_line import WaitingLine
 from workers.decode import DecodeSide
 from workers.device_cache import DeviceCache
@@ -249,6 +250,7 @@ class PrefillSide:
             table = self._local_decode.lend_blocks(job.key)
             if table is None:
                 raise PrefillFailed("the reservation is gone")
+            job.is_borrowing = True
             job.block_table = table
             job.shared = self._local_decode.held(job.key)
             return
@@ -514,10 +516,10 @@ class PrefillSide:
         job.link.end(job.key)
         self._jobs.pop(job.key, None)
         if job.holds_blocks:
-            for index in range(min(job.num_final, len(job.hashes))):
+            for index in range(job.num_full):
                 self._device.share(job.key, index, job.hashes[index], job.digests[index])
-        if self._local_decode is not None:
-            self._local_decode.take_back_blocks(job.key)
+        elif job.is_borrowing and self._local_decode is not None:
+            self._local_decode.take_back_blocks(job.key, job.digests)
         task = asyncio.ensure_future(self._store_and_release(job))
         self._storing.add(task)
         task.add_done_callback(self._storing.discard)
@@ -531,14 +533,17 @@ class PrefillSide:
             self._release(job)
 
     async def _store_blocks(self, job: Job) -> None:
-        """Stores full blocks whose digest is known. The copy is checked against the digest made when it was final."""
+        """Stores full blocks whose digest is known; they are held until that is done."""
         if self._store is None:
             return
-        num_full = min(job.num_final, job.num_prompt_tokens // self._spec.block_tokens)
-        fresh = range(job.num_cached_blocks, num_full)
+        slots = dict(zip(job.hashes, job.block_table, strict=False))
+        if job.is_borrowing and self._local_decode is not None:
+            slots = {block.block_hash: block.slot for block in self._local_decode.kept_blocks(job.key)}
+        fresh = range(job.num_cached_blocks, job.num_full)
         blocks = [
-            PutBlock(job.hashes[index], self._memory.block_bytes_view(job.block_table[index]), job.digests[index])
+            PutBlock(job.hashes[index], self._memory.block_bytes_view(slots[job.hashes[index]]), job.digests[index])
             for index in fresh
+            if job.hashes[index] in slots
         ]
         if blocks:
             tenant = tenant_of(job.request.spec.tenant_salt)
@@ -548,13 +553,15 @@ class PrefillSide:
 
     def _release(self, job: Job) -> None:
         """Frees the blocks; while a push has not come to its end, they are fenced, unless its reader is dead."""
+        if job.is_borrowing and self._local_decode is not None:
+            self._local_decode.blocks_copied(job.key)
         if not job.holds_blocks:
             return
         job.holds_blocks = False
         given_up = [
             job.request.ticket.blocks[index - job.num_held_blocks].tag
             for push, blocks in job.pushes
-            for index, result in zip(blocks, push.result(), strict=True)
+            for index, result in zip(blocks, _results(push, len(blocks)), strict=True)
             if result not in SETTLED
         ]
         self._pool.release(
@@ -578,6 +585,11 @@ class PrefillSide:
 
     def _refuse(self, link: IngressLink, request: Prefill, code: RefusalCode, message: str) -> None:
         link.send(Refused(attempt_id=request.attempt_id, epoch=request.epoch, code=code, message=message))
+
+
+def _results(push: Future[list[TransferResult]], num_blocks: int) -> list[TransferResult]:
+    """Returns the results of a push; one that was not waited for, because the worker stops, is open."""
+    return push.result() if push.done() else [TransferResult.TIMEOUT] * num_blocks
 
 
 def _by_tier(cached_tokens: int, device_tokens: int, disk_tokens: int) -> dict[str, int]:

@@ -34,6 +34,8 @@ class Job:
     accepted_ns: int
     block_table: Sequence[int] = ()
     holds_blocks: bool = False
+    is_borrowing: bool = False
+    """It computes in blocks of this worker's own decode side."""
     peer: KvPeer | None = None
     hashes: list[BlockHash] = field(default_factory=list)
     digests: list[BlockDigest] = field(default_factory=list)
@@ -57,6 +59,11 @@ class Job:
     @property
     def key(self) -> AttemptKey:
         return self.request.attempt_id, self.request.epoch
+
+    @property
+    def num_full(self) -> int:
+        """Blocks that are final and full, so that others may use them."""
+        return min(len(self.digests), len(self.hashes))
 
     @property
     def num_held_blocks(self) -> int:

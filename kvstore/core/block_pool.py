@@ -282,6 +282,10 @@ class BlockPool:
         """Calls ``listener(hash, is_here)`` whenever a block can be found from now on, or not any more."""
         self._cache.on_change = listener
 
+    def on_dropped(self, listener: Callable[[int], None]) -> None:
+        """Calls ``listener(slot)`` for each dropped block when nobody holds it any more: its bytes may be cleared."""
+        self._cache.on_dropped = listener
+
     def flush(self) -> int:
         """Forgets every cached block, at once where nobody holds it. Returns how many slots are free by that."""
         freed = 0

@@ -41,6 +41,8 @@ class PrefixCache:
         """Without ``keeps_idle`` a block goes with its last hold: it is shared, but not kept."""
         self.on_change: Callable[[BlockHash, bool], None] | None = None
         """Told of every block that can be found from now on (True), or not any more (False)."""
+        self.on_dropped: Callable[[int], None] | None = None
+        """Told of the slot of a dropped block when its last hold has ended, before it can be given out."""
         self._policy = policy
         self._keeps_idle = keeps_idle
         self._by_hash: dict[BlockHash, int] = {}
@@ -180,8 +182,10 @@ class PrefixCache:
             self.on_change(block_hash, False)
 
     def _take_out(self, slot: int) -> int:
-        self._count(self._entries[slot], -1)
-        del self._entries[slot]
+        entry = self._entries.pop(slot)
+        self._count(entry, -1)
+        if entry.is_dropped and self.on_dropped is not None:
+            self.on_dropped(slot)
         return slot
 
     def check_invariants(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -12,7 +13,9 @@ import msgspec
 import pytest
 from mini_cluster import BLOCK_TOKENS, SETTLE_S, MiniCluster, collect, make_spec, until
 
+from cluster.core.service_rates import ServiceRates
 from cluster.ingress.api.errors import ApiError, UpstreamFailed
+from kvstore.core.block_pool import SlotState
 from kvstore.core.identity import prefix_hashes
 from kvstore.core.messages import GenerationSpec
 
@@ -180,6 +183,101 @@ async def test_a_damaged_block_is_dropped_and_never_used(make_cluster: MakeClust
     await cluster.at_rest()
     assert await collect(await cluster.submit(spec, "req-3")) == expected
     assert (await counters(cluster, name))["device_corrupt_blocks"] == 1
+    await cluster.at_rest()
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+async def test_the_slot_of_a_damaged_block_is_cleared_before_it_is_given_out(
+    make_cluster: MakeCluster, is_read: bool
+) -> None:
+    """C3: a NaN in a slot would poison whoever gets it next, because no mask hides it; while it is read it stays."""
+    cluster = make_cluster()
+    await cluster.start("combined")
+    spec = make_spec(100)
+    await collect(await cluster.submit(spec, "req-1"))
+    await cluster.at_rest()
+    hashes = hashes_of(cluster, "combined-0", spec)
+
+    def damage(worker: Any) -> int:
+        block = worker._pool.find(hashes[2])
+        if is_read:
+            worker._device.hold("reader", 1, [block])
+        worker._memory.block_bytes_view(block.slot)[:] = b"\xff" * worker._memory.block_bytes
+        assert len(worker._device.match(hashes)) == 2
+        return int(block.slot)
+
+    slot = on_loop(cluster, "combined-0", damage)
+    bytes_of = cluster.worker("combined-0")._memory.block_bytes_view
+    if is_read:
+        assert max(bytes_of(slot)) == 0xFF
+        on_loop(cluster, "combined-0", lambda worker: worker._device.let_go("reader", 1))
+    assert max(bytes_of(slot)) == 0
+    assert on_loop(cluster, "combined-0", lambda worker: worker._pool.state_of(slot)) is SlotState.FREE
+
+
+@pytest.mark.parametrize("device_cache", [True, False])
+async def test_a_combined_worker_holds_what_it_copies_to_the_store(
+    make_cluster: MakeCluster, device_cache: bool
+) -> None:
+    """The answer is out and its attempt gone while the store is slow: nobody else writes into the blocks meanwhile."""
+    cluster = make_cluster()
+    await cluster.start("combined", pool_blocks=8, device_cache=device_cache)
+    worker = cluster.worker("combined-0")
+    genuine = worker._store.put_blocks
+    waits = on_loop(cluster, "combined-0", lambda _: asyncio.Event())
+
+    async def slow(*arguments: Any, **options: Any) -> Any:
+        await waits.wait()
+        return await genuine(*arguments, **options)
+
+    worker._store.put_blocks = slow
+    first, second = make_spec(100, 1), make_spec(100, 1, salt=3)
+    await collect(await cluster.submit(first, "req-1"))
+    await until(lambda: worker._pool.counts().owned == 6)
+    other = asyncio.ensure_future(collect(await cluster.submit(second, "req-2")))
+    await until(lambda: worker._decode.load()[1] == 1)
+    assert not other.done() and worker._pool.counts().available == 2
+    on_loop(cluster, "combined-0", lambda _: waits.set())
+    assert await other == (cluster.golden(second), "length")
+    await cluster.at_rest()
+    cluster.flush_pools()
+    for number, spec in enumerate((first, second)):
+        again = await cluster.submit(spec, f"req-again-{number}")
+        assert await collect(again) == (cluster.golden(spec), "length")
+        assert by_tier(again) == {"host": 96}
+    await cluster.at_rest()
+    assert worker._store.counters.corrupt_blocks == 0
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("combined",)])
+async def test_a_cancelled_prefill_leaves_what_it_has_computed(
+    make_cluster: MakeCluster, roles: tuple[str, ...]
+) -> None:
+    """The client leaves in the middle of a long prompt: complete blocks are kept, and are right."""
+    cluster = make_cluster()
+    await cluster.start(*roles, chunk_tokens=32)
+    engine = cluster.worker(f"{roles[0]}-0")._engine._engine
+    computing, go_on = threading.Event(), threading.Event()
+    genuine, num_steps = engine.forward, 0
+
+    def slow(chunks: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            computing.set()
+            go_on.wait(SETTLE_S)
+        return genuine(chunks)
+
+    engine.forward = slow
+    spec = make_spec(200)
+    generation = await cluster.submit(spec, "req-1")
+    assert await asyncio.to_thread(computing.wait, SETTLE_S)
+    await generation.cancel("client_gone")
+    go_on.set()
+    await cluster.at_rest()
+    again = await cluster.submit(spec, "req-2")
+    assert await collect(again) == (cluster.golden(spec), "length")
+    assert by_tier(again)["device"] >= 64
     await cluster.at_rest()
 
 
@@ -368,8 +466,12 @@ async def test_a_late_sender_keeps_destinations_fenced_until_it_has_sent(make_cl
     await cluster.at_rest()
 
 
-async def test_a_repeated_prompt_goes_to_the_worker_that_has_it(make_cluster: MakeCluster) -> None:
+async def test_a_repeated_prompt_goes_to_the_worker_that_has_it(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The ingress hears what comes into a pool and what leaves it, and routes by that: a device hit each time."""
+    # A token costs what it costs by default: how busy this machine is must not decide.
+    monkeypatch.setattr(ServiceRates, "saw_prefill", lambda *_, **__: None)
     cluster = make_cluster()
     await cluster.start("prefill", "prefill", "decode")
     specs = [make_spec(100, salt=number) for number in range(4)]

@@ -32,6 +32,8 @@ MIN_SHARED = 32
 """Shorter beginnings are hardly a hit."""
 SMALL_SLAB = 6
 """Blocks of a slab that keeps hardly a prompt: what comes back comes from the disk."""
+FLUSHED = 0.3
+"""Share of rounds before which the pools forget what they keep: then the tiers below are asked."""
 RESULTS = Path("bench/results/exactness.json")
 
 
@@ -43,6 +45,7 @@ class Setup:
     roles: tuple[str, ...]
     chunk_tokens: int
     has_disk: bool = False
+    """Its pools keep nothing, so that what is cached comes from below."""
 
 
 SETUPS = (
@@ -105,6 +108,8 @@ async def run_cases(cluster: MiniCluster, setup: Setup, chooser: random.Random, 
         # In this thread, before anything runs that needs the loop.
         goldens = [cluster.golden(spec) for spec in specs]
         rest(cluster, setup, chooser)
+        if chooser.random() < FLUSHED:
+            cluster.flush_pools()
         names = [f"req-{setup.chunk_tokens}-{len(found) + n}" for n in range(size)]
         generations = [await cluster.submit(spec, name) for spec, name in zip(specs, names, strict=True)]
         results = await asyncio.gather(*(collect(generation) for generation in generations))
@@ -158,6 +163,7 @@ def describe(
         "output_tokens": spec.max_tokens,
         "sampled": spec.sampling.temperature > 0,
         "cached_tokens": began["cached_tokens"],
+        "device_tokens": began["cached_by_tier"].get("device", 0),
         "host_tokens": began["cached_by_tier"].get("host", 0),
         "disk_tokens": began["cached_by_tier"].get("disk", 0),
         "of_another_worker": is_others,
@@ -169,6 +175,7 @@ def ways(cases: Sequence[dict[str, Any]]) -> Counter[str]:
     counts: Counter[str] = Counter()
     for case in cases:
         counts["cold"] += case["cached_tokens"] == 0
+        counts["device"] += case["device_tokens"] > 0
         counts["host"] += case["host_tokens"] > 0
         counts["disk"] += case["disk_tokens"] > 0
         counts["another worker"] += case["of_another_worker"]
@@ -182,7 +189,7 @@ def ways(cases: Sequence[dict[str, Any]]) -> Counter[str]:
 
 @pytest.mark.timeout(3600 if SOAK_CASES else 120)
 async def test_f50_every_way_gives_the_same_tokens(tiny_model: Path, tmp_path: Path) -> None:
-    """F50: cold, from slab, disk or another worker, in any batch and chunks, combined or pair: the same tokens."""
+    """F50: cold, from pool, slab, disk or another worker, in any batch and chunks, combined or pair: the same tokens."""
     num_cases = SOAK_CASES or SLICE_CASES
     report = Report.start("exactness", seed=SEED)
     model = hub.resolve("smollm2-135m-instruct") if SOAK_CASES else tiny_model
@@ -194,7 +201,8 @@ async def test_f50_every_way_gives_the_same_tokens(tiny_model: Path, tmp_path: P
             cluster.host_blocks = SMALL_SLAB
             cluster.disk = DiskPlan(tmp_path / f"disk-{number}", file_bytes(cluster.layout.block_bytes, DISK_BLOCKS))
         try:
-            await cluster.start(*setup.roles, chunk_tokens=setup.chunk_tokens, pool_blocks=8 * MAX_LEN // 16)
+            spec = {"chunk_tokens": setup.chunk_tokens, "device_cache": not setup.has_disk}
+            await cluster.start(*setup.roles, pool_blocks=8 * MAX_LEN // 16, **spec)
             # What is left is shared out evenly, the remainder to the last.
             share = (num_cases - len(cases)) // (len(SETUPS) - number)
             cases += await run_cases(cluster, setup, chooser, share)
@@ -202,7 +210,7 @@ async def test_f50_every_way_gives_the_same_tokens(tiny_model: Path, tmp_path: P
             await cluster.close()
     counts = ways(cases)
     assert len(cases) == num_cases and min(counts.values()) >= num_cases // 24, counts
-    assert {"disk", "another worker", "several chunks"} <= set(+counts)
+    assert {"device", "host", "disk", "another worker", "several chunks"} <= set(+counts)
     if SOAK_CASES:
         same = sum(case["identical"] for case in cases)
         report.rows += [{"what": "ways", **counts}, *cases]

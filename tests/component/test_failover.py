@@ -223,8 +223,8 @@ async def test_blocks_are_nobodys_while_the_engine_computes_in_them(make_cluster
     await asyncio.to_thread(worker._links.run, tick(), deadline_s=SETTLE_S)
     held = worker._pool.counts()
     go_on.set()
-    assert held.free < held.total, "freed in the middle of a step"
-    await until(lambda: worker._pool.counts().free == held.total)
+    assert held.available < held.total, "freed in the middle of a step"
+    await until(lambda: worker._pool.counts().available == held.total)
 
 
 # --- another attempt ------------------------------------------------------------------------------------------------
