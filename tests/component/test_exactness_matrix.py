@@ -189,7 +189,7 @@ def ways(cases: Sequence[dict[str, Any]]) -> Counter[str]:
 
 @pytest.mark.timeout(3600 if SOAK_CASES else 120)
 async def test_f50_every_way_gives_the_same_tokens(tiny_model: Path, tmp_path: Path) -> None:
-    """F50: cold, from pool, slab, disk or another worker, in any batch and chunks, combined or pair: the same tokens."""
+    """F50: cold, from pool, slab, disk, another worker, in any batch and chunks, combined or pair: the same tokens."""
     num_cases = SOAK_CASES or SLICE_CASES
     report = Report.start("exactness", seed=SEED)
     model = hub.resolve("smollm2-135m-instruct") if SOAK_CASES else tiny_model
