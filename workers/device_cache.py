@@ -8,7 +8,7 @@ counted and never used. Belongs to the link loop. It never waits and never copie
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvstore.core.block_pool import BlockPool, CachedBlock, Reservation
 from kvstore.core.identity import prefix_hashes
@@ -24,7 +24,16 @@ logger = logging.getLogger(__name__)
 class DeviceCache:
     """The cached blocks of one pool, with their bytes."""
 
-    def __init__(self, pool: BlockPool, memory: KvPool, fingerprint_digest: bytes) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        memory: KvPool,
+        fingerprint_digest: bytes,
+        *,
+        is_sound: Callable[[memoryview], bool] | None = None,
+    ) -> None:
+        """``is_sound``: looks at the bytes of a block whose digest is right; one it refuses counts as damaged."""
+        self._is_sound = is_sound
         self._pool = pool
         self._memory = memory
         self._fingerprint_digest = fingerprint_digest
@@ -60,8 +69,9 @@ class DeviceCache:
         return found[0] if found else None
 
     def is_right(self, block: CachedBlock) -> bool:
-        """Compares a cached block's bytes with its digest; drops it when they differ."""
-        if block_digest(self._memory.block_bytes_view(block.slot)) == block.digest:
+        """Compares a cached block's bytes with its digest; drops it when they differ or cannot be KV."""
+        view = self._memory.block_bytes_view(block.slot)
+        if block_digest(view) == block.digest and (self._is_sound is None or self._is_sound(view)):
             return True
         self._counters["device_corrupt_blocks"] += 1
         logger.error("device_block_corrupt hash=%s slot=%d", block.block_hash.hex(), block.slot)

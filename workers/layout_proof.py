@@ -64,10 +64,10 @@ class LayoutProof:
         return self._count(self._checker.check(block[None], Claim(num_tokens=[num_tokens])))
 
     def is_sound(self, block: memoryview) -> bool:
-        """Returns True when a block from the store can be KV: stored blocks are full. Logs what is wrong."""
+        """Returns True when a cached block can be KV: cached blocks are full. Logs what is wrong."""
         report = self.check_landed(np.frombuffer(block, np.uint8), self.layout.block_tokens)
         if not report.is_clean:
-            logger.error("layout_violation from=store %s", describe(report))
+            logger.error("layout_violation from=cache %s", describe(report))
         return report.is_clean
 
     def _seed(self, challenge: bytes, writer: str, reader: str) -> int:

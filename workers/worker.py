@@ -180,19 +180,20 @@ class Worker:
         identity = KvIdentity(self._me, self._secret, self._fingerprint, self._transport, self._proof)
         self._dialer = KvDialer(identity, on_message=self._on_decode_message, on_lost=self._on_decode_lost)
         self._listener = KvListener(identity, on_message=self._on_prefill_message, on_lost=self._on_prefill_lost)
+        is_sound = self._proof.is_sound if spec.verify == "full" else None
         self._store = StoreClient(
             me=self._me,
             secret=self._secret,
             block_bytes=self._memory.layout.block_bytes,
             fingerprint=self._fingerprint,
-            is_sound=self._proof.is_sound if spec.verify == "full" else None,
+            is_sound=is_sound,
         )
         self._store.start(spec.store_host, spec.store_port)
         if spec.store_host is not None:
             await self._store.wait_connected(CALL_DEADLINE_S / 2)
         self._decode: DecodeSide | None = None
         self._prefill: PrefillSide | None = None
-        self._device = DeviceCache(self._pool, self._memory, self._fingerprint.digest())
+        self._device = DeviceCache(self._pool, self._memory, self._fingerprint.digest(), is_sound=is_sound)
         parts: dict[str, Any] = {
             "pool": self._pool,
             "memory": self._memory,

@@ -126,10 +126,11 @@ async def test_full_verification_stops_blocks_whose_digest_is_right(
     await cluster.at_rest()
 
 
-async def test_full_verification_looks_at_what_comes_from_the_store(
-    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("device_cache", [True, False])
+async def test_full_verification_looks_at_what_comes_from_a_cache(
+    make_cluster: MakeCluster, monkeypatch: pytest.MonkeyPatch, device_cache: bool
 ) -> None:
-    """A stored block of right digest that cannot be KV is not used but computed anew; ``store verify`` names others."""
+    """A cached block of right digest that cannot be KV is not used but computed anew; ``store verify`` names others."""
     push = PrefillSide._push
 
     def push_damaged(self: PrefillSide, job: Any, stop: int) -> None:
@@ -138,7 +139,7 @@ async def test_full_verification_looks_at_what_comes_from_the_store(
         push(self, job, stop)
 
     cluster = make_cluster(**{"attempts.max_attempts": 1})
-    await cluster.start("prefill", "decode", verify="full")
+    await cluster.start("prefill", "decode", verify="full", device_cache=device_cache)
     spec = make_spec(num_prompt=41)
     with monkeypatch.context() as patched:
         patched.setattr(PrefillSide, "_push", push_damaged)
@@ -149,13 +150,18 @@ async def test_full_verification_looks_at_what_comes_from_the_store(
     assert await collect(generation) == (cluster.golden(spec), "length")
     assert generation.cached_tokens == 0
     counters = (await cluster.statuses())["prefill-0"].counters
-    assert (counters["layout_checks"], counters["layout_violations.not_finite"]) == (1, 1)
+    # The first block is looked at in the pool, then in the store.
+    num_looks = 1 + device_cache
+    assert (counters["layout_checks"], counters["layout_violations.not_finite"]) == (num_looks, num_looks)
+    assert counters["device_corrupt_blocks"] == device_cache
     await cluster.at_rest()
 
     assert cluster.store is not None
     async with look_at(*cluster._store_address, secret=SECRET) as looker:
         parts = [part async for part in looker.verify("host")]
-    assert [(part.num_checked, part.num_content) for part in parts if part.num_checked] == [(2, 2)]
+    assert [(part.num_checked, part.num_content) for part in parts if part.num_checked] == [(3, 3)], (
+        "two of the prompt, one of the answer"
+    )
     (found,) = [violation for part in parts for violation in part.violations]
     assert (found.kind, found.layer, found.kv, found.kv_head, found.token) == ("not_finite", 1, 0, 1, 5)
     before = metric(cluster, "kopir_layout_violations_total", kind="not_finite")
