@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from kvstore.core.identity import Fingerprint
 from kvstore.core.ids import BlockDigest, BlockHash, TenantId
 from kvstore.core.quota import NOBODY
+from kvstore.digest import block_digest
 from kvstore.errors import FatalError, FingerprintMismatch, KopirError, PeerLost, ProtocolError
 from kvstore.net.channel import Channel, connect
 from kvstore.net.handshake import PeerInfo
@@ -241,18 +242,26 @@ class StoreClient:
         return result
 
     async def _put_once(self, items: Sequence[PutBlock], tenant: TenantId, parent: BlockHash | None) -> PutResult:
-        reservation = await self.reserve([item.block_hash for item in items], tenant=tenant, parent=parent)
+        asked = asyncio.ensure_future(self.reserve([item.block_hash for item in items], tenant=tenant, parent=parent))
+        try:
+            # The node looks for slots meanwhile.
+            digests = await self._digests(items)
+            reservation = await asked
+        except BaseException:
+            _abort_when_granted(asked)
+            raise
         if reservation is None:
             return PutResult(lost=len(items))
         with reservation:
-            written = 0
-            for index, status in enumerate(reservation.statuses):
-                if status != "granted":
-                    continue
-                if not reservation.write(index, items[index].view, items[index].digest):
+            granted = [index for index, status in enumerate(reservation.statuses) if status == "granted"]
+            # Leaf first: what is committed early must not look older than its parents.
+            for num_written, index in enumerate(reversed(granted), 1):
+                if not reservation.write(index, items[index].view, items[index].digest or digests.get(index)):
                     break
-                written += 1
-                await self._loader.let_others_run(written)
+                if self._loader.is_turn_of_others(num_written):
+                    # The node works through these while the next ones are copied.
+                    reservation.begin_commit(deadline_s=self._call_deadline_s)
+                    await asyncio.sleep(0)
             stored = await reservation.commit(deadline_s=self._call_deadline_s)
         self.counters.stored_blocks += stored
         statuses = reservation.statuses
@@ -264,6 +273,18 @@ class StoreClient:
             over_quota=statuses.count("over_quota"),
             lost=statuses.count("granted") - stored,
         )
+
+    async def _digests(self, items: Sequence[PutBlock]) -> dict[int, BlockDigest]:
+        """Returns the digests of those blocks that have none and are not in the slab already."""
+        lacking = [index for index, item in enumerate(items) if item.digest is None]
+        await asyncio.sleep(0)
+        are_here = self.exist([items[index].block_hash for index in lacking])
+        digests: dict[int, BlockDigest] = {}
+        for index, is_here in zip(lacking, are_here, strict=True):
+            if not is_here:
+                digests[index] = block_digest(items[index].view)
+                await self._loader.let_others_run(len(digests))
+        return digests
 
     async def match(self, hashes: Sequence[BlockHash], *, lease_ms: int | None = None) -> LeasedPrefix | None:
         """Pins the longest cached prefix; None for a miss or a lost store. The caller releases what it gets."""
@@ -445,6 +466,14 @@ class StoreClient:
             return
         if self._session.send(WritesEnded()):
             self._owes_writes_ended = False
+
+
+def _abort_when_granted(asked: asyncio.Future[WriteReservation | None]) -> None:
+    """Nobody waits for this reservation any more: it is given back, now or when it comes."""
+    if not asked.cancel() and not asked.cancelled() and asked.exception() is None:
+        reservation = asked.result()
+        if reservation is not None:
+            reservation.abort()
 
 
 def _added(result: PutResult, part: PutResult) -> PutResult:

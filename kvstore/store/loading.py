@@ -133,9 +133,13 @@ class Loader:
         session.missed(len(hashes) - result.num_loaded)
         return result
 
+    def is_turn_of_others(self, num_copied: int) -> bool:
+        """Returns True every few megabytes, asked after each copied block."""
+        return num_copied % max(1, BYTES_PER_LOOP_STEP // self._block_bytes) == 0
+
     async def let_others_run(self, num_copied: int) -> None:
         """Called after each copied block: every few megabytes other tasks of the loop have their turn."""
-        if num_copied % max(1, BYTES_PER_LOOP_STEP // self._block_bytes) == 0:
+        if self.is_turn_of_others(num_copied):
             await asyncio.sleep(0)
 
     def _limit(self, tier: str, num_blocks: int, block_tokens: int | None, *, end_ns: int) -> _Limit | None:

@@ -340,6 +340,8 @@ class WriteReservation:
             if block.status == "granted"
         }
         self._written: dict[int, WrittenBlock] = {}
+        self._commits: list[asyncio.Future[BlocksCommitted | None]] = []
+        """Commits under way; at most one per part."""
 
     def __enter__(self) -> WriteReservation:
         return self
@@ -380,17 +382,22 @@ class WriteReservation:
         self.written(index, block_digest(source) if digest is None else digest)
         return True
 
-    async def commit(self, *, deadline_s: float) -> int:
-        """Makes the written blocks visible, gives the others up. Returns how many are visible now."""
+    def begin_commit(self, *, deadline_s: float) -> None:
+        """Makes what is written so far visible, without waiting for it: ``commit`` does. Call it leaf first."""
         blocks = tuple(self._written[index] for index in sorted(self._written))
         self._written.clear()
+        if blocks:
+            call = self._session.call(
+                lambda n: CommitBlocks(n=n, blocks=blocks), BlocksCommitted, deadline_s=deadline_s
+            )
+            self._commits.append(asyncio.ensure_future(call))
+
+    async def commit(self, *, deadline_s: float) -> int:
+        """Makes the written blocks visible, gives the others up. Returns how many are visible now."""
+        self.begin_commit(deadline_s=deadline_s)
         self.abort()
-        if not blocks:
-            return 0
-        answer = await self._session.call(
-            lambda n: CommitBlocks(n=n, blocks=blocks), BlocksCommitted, deadline_s=deadline_s
-        )
-        return 0 if answer is None else sum(answer.committed)
+        answers = await asyncio.gather(*self._commits)
+        return sum(sum(answer.committed) for answer in answers if answer is not None)
 
     def abort(self) -> None:
         """Gives up what is not committed; this process will not write into the slots any more. Safe to call twice."""

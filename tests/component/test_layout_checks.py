@@ -159,9 +159,8 @@ async def test_full_verification_looks_at_what_comes_from_a_cache(
     assert cluster.store is not None
     async with look_at(*cluster._store_address, secret=SECRET) as looker:
         parts = [part async for part in looker.verify("host")]
-    assert [(part.num_checked, part.num_content) for part in parts if part.num_checked] == [(3, 3)], (
-        "two of the prompt, one of the answer"
-    )
+    # Two of the prompt, one of the answer.
+    assert [(part.num_checked, part.num_content) for part in parts if part.num_checked] == [(3, 3)]
     (found,) = [violation for part in parts for violation in part.violations]
     assert (found.kind, found.layer, found.kv, found.kv_head, found.token) == ("not_finite", 1, 0, 1, 5)
     before = metric(cluster, "kopir_layout_violations_total", kind="not_finite")
