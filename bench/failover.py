@@ -1,8 +1,10 @@
 """What a failure costs: from the fault to the first delta and to the end, beside the bare run of the same request.
 
-Every case kills or stops one worker process at a known moment of one request. Two pairs of workers, so that there is
-somewhere to go; the spans come from the request's own journal. With the paced engine (the default) the time of
-prefill and steps is set, so that what is measured is the fail-over and not the cores of this machine.
+Every case kills or stops one worker process, or cuts its host off, at a known moment of one request. Two pairs of
+workers, so that there is somewhere to go; the spans come from the request's own journal. With the paced engine (the
+default) the time of prefill and steps is set, so that what is measured is the fail-over and not the cores of this
+machine. For the cuts each pair has a host of its own: network namespaces, blocks over TCP. The last case kills half of
+the workers under load and compares what the other half completes with what it completes alone.
 """
 
 from __future__ import annotations
@@ -14,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from bench.half_killed import measure_half_killed
+from bench.hosts import Hosts, hosts
 from bench.kills import Seen, check, publishing_spans, read
 from bench.process_cluster import ProcessCluster
-from bench.report import Report, Row, Target, finish, make_target
+from bench.report import Report, Row, Target, finish, make_target, make_unmeasured
 from cluster.config import load
 from cluster.core.attempts import Phase
 from kvstore.core.messages import GenerationSpec
+from kvstore.errors import EnvironmentProblem
 from kvstore.net.host import boottime_ns
 from workers.paced import expected_tokens
 
@@ -53,7 +58,8 @@ class Case:
     name: str
     role: Literal["prefill", "decode"]
     moment: Moment
-    number: signal.Signals
+    number: signal.Signals | None
+    """None: its host is cut off instead."""
 
 
 CASES = (
@@ -64,6 +70,12 @@ CASES = (
     Case("kill D, delivered", "decode", "delivered", signal.SIGKILL),
     Case("stop D, delivered", "decode", "delivered", signal.SIGSTOP),
 )
+CUTS = (
+    Case("cut P, prefill", "prefill", "prefilling", None),
+    Case("cut D, prefill", "decode", "prefilling", None),
+    Case("cut D, delivered", "decode", "delivered", None),
+)
+CUT = "cut"
 
 
 def run_failover(
@@ -71,7 +83,7 @@ def run_failover(
 ) -> int:
     """Runs every case, prints the table and returns the exit status."""
     report = Report.start("failover", seed=seed)
-    asyncio.run(_measure(report, repetitions=2 if quick else 5, settings=settings))
+    asyncio.run(_measure(report, quick=quick, settings=settings))
     report.show("Fail-over, milliseconds after the fault (worst of the repetitions)", COLUMNS, worst(report.rows))
     if plot_path is not None:
         from bench.failover_plot import draw
@@ -80,29 +92,51 @@ def run_failover(
     return finish(report, json_path=json_path, check=check)
 
 
-async def _measure(report: Report, *, repetitions: int, settings: Sequence[str]) -> None:
+async def _measure(report: Report, *, quick: bool, settings: Sequence[str]) -> None:
     from workers.model import hub
 
     config = load(None, [*SETTINGS, *settings])
-    cluster = ProcessCluster(config, hub.pull(config.model))
+    model = hub.pull(config.model)
+    repetitions = 2 if quick else 5
     report.notes.append(f"engine {config.workers.engine}, lease {config.attempts.lease_ms} ms, two pairs of workers")
+    report.rows += await _run(ProcessCluster(config, model), CASES, repetitions, seed=report.seed)
+    report.targets += make_targets(report.rows, lease_ms=config.attempts.lease_ms)
+    try:
+        with hosts(2) as switch:
+            places = {f"{role}-{n}": switch.hosts[n].place for n in range(2) for role in ("prefill", "decode")}
+            cluster = ProcessCluster(config, model, address=switch.address, places=places)
+            cuts = await _run(cluster, CUTS, repetitions, seed=report.seed, switch=switch)
+    except EnvironmentProblem as problem:
+        report.targets += [
+            make_unmeasured(id, unit="ms", at_least=1.0, reason=str(problem))
+            for id in ("cut_before_first_delta_less_reprefill", "cut_after_first_delta_to_event")
+        ]
+    else:
+        report.rows += cuts
+        report.targets += make_cut_targets(cuts, lease_ms=config.attempts.lease_ms)
+    half = await measure_half_killed(config, model, quick=quick, seed=report.seed)
+    report.rows += half.rows
+    report.targets += half.targets
+
+
+async def _run(
+    cluster: ProcessCluster, cases: Sequence[Case], repetitions: int, *, seed: int, switch: Hosts | None = None
+) -> list[Row]:
     try:
         await cluster.start()
-        runner = Runner(cluster, report.seed)
+        runner = Runner(cluster, seed, switch)
         await runner.bare()
-        for _ in range(repetitions):
-            for case in CASES:
-                report.rows.append(await runner.fault(case))
+        return [await runner.fault(case) for _ in range(repetitions) for case in cases]
     finally:
         await cluster.close()
-    report.targets += make_targets(report.rows, lease_ms=config.attempts.lease_ms)
 
 
 class Runner:
     """Runs one request at a time on a cluster; every prompt is new, so that nothing of it is cached."""
 
-    def __init__(self, cluster: ProcessCluster, seed: int) -> None:
+    def __init__(self, cluster: ProcessCluster, seed: int, switch: Hosts | None = None) -> None:
         self._cluster = cluster
+        self._switch = switch
         self._seed = seed
         self._number = 0
 
@@ -141,19 +175,15 @@ class Runner:
         assert machine.current is not None
         victim = machine.current.workers[case.role].worker_id
         fault_s, fault_ns = loop.time(), boottime_ns() - machine.admitted_ns
-        life = cluster.kill(victim, case.number)
-        await reading
+        await self._break(case, victim, reading)
         assert seen.ended_s is not None
-        row: Row = {"case": case.name, "moment": case.moment, "signal": case.number.name, "ending": seen.ending}
+        how = CUT if case.number is None else case.number.name
+        row: Row = {"case": case.name, "moment": case.moment, "signal": how, "ending": seen.ending}
         row |= {"end_ms": (seen.ended_s - fault_s) * 1e3, "num_attempts": len(machine.attempts)}
         row |= {"bare_first_delta_ms": bare_first_ms, "bare_end_ms": bare_end_ms}
         if seen.num_restarts and seen.first_delta_s is not None:
             row["first_delta_ms"] = (seen.first_delta_s - fault_s) * 1e3
-        if case.number is signal.SIGSTOP:
-            cluster.kill(victim)
-        while not life.is_gone:
-            await asyncio.sleep(0.005)
-        await cluster.replace(victim)
+        await self._mend(case, victim)
         await cluster.wait_connected()
         await cluster.at_rest()
         record = await cluster.backend.request_record(seen.request_id, tenant="t")
@@ -161,6 +191,27 @@ class Runner:
         if self._cluster.config.workers.engine == "paced":
             check(seen, record, expected_tokens(seen.spec.prompt_token_ids, NUM_TOKENS, cluster.vocab_size))
         return {name: _rounded(value) for name, value in (row | _spans(record, fault_ns)).items()}
+
+    async def _break(self, case: Case, victim: str, reading: asyncio.Future[Seen]) -> None:
+        """Lets the fault happen and waits for the end of the answer."""
+        if case.number is not None:
+            self._cluster.kill(victim, case.number)
+            await reading
+            return
+        assert self._switch is not None
+        place = self._cluster.places[victim]
+        with self._switch.broken("cut", next(host for host in self._switch.hosts if host.place == place)):
+            await reading
+
+    async def _mend(self, case: Case, victim: str) -> None:
+        """A process is replaced once it is gone; a host that was cut off is back already."""
+        if case.number is None:
+            return
+        if case.number is signal.SIGSTOP:
+            self._cluster.kill(victim)
+        while not self._cluster.lives[victim].is_gone:
+            await asyncio.sleep(0.005)
+        await self._cluster.replace(victim)
 
     def _next(self, *, stream: bool) -> Seen:
         self._number += 1
@@ -185,14 +236,12 @@ def _spans(record: dict[str, Any], fault_ns: int) -> Row:
 
 def worst(rows: Sequence[Row]) -> list[Row]:
     """Returns one row per case: the repetition that took longest to its end."""
-    return [max((row for row in rows if row["case"] == case.name), key=lambda row: row["end_ms"]) for case in CASES]
+    of_case = [[row for row in rows if row["case"] == case.name] for case in (*CASES, *CUTS)]
+    return [max(found, key=lambda row: row["end_ms"]) for found in of_case if found]
 
 
 def make_targets(rows: Sequence[Row], *, lease_ms: int) -> list[Target]:
     """Compares the worst of each kind of case with what was asked for."""
-
-    def limit(id: str, ours: float, at_most: float) -> Target:
-        return make_target(id, ours=ours, reference=at_most, unit="ms", at_least=1.0, smaller_is_better=True)
 
     early = [row for row in rows if row["moment"] != "delivered"]
     late = [row for row in rows if row["moment"] == "delivered"]
@@ -201,23 +250,41 @@ def make_targets(rows: Sequence[Row], *, lease_ms: int) -> list[Target]:
     assert all(row["ending"] == "interrupted" and row["num_attempts"] == 1 for row in late), "a second run began"
     waited = [row["first_delta_ms"] - row["bare_first_delta_ms"] for row in early if row["signal"] == stopped]
     return [
-        limit(
+        _limit(
             "kill_before_first_delta_to_dispatch",
             max(row["fault_to_dispatch_ms"] for row in early if row["signal"] == killed),
             DISPATCH_MS_MAX,
         ),
-        limit("stop_before_first_delta_less_reprefill", max(waited), lease_ms + INTERRUPTED_MS_MAX),
-        limit(
+        _limit("stop_before_first_delta_less_reprefill", max(waited), lease_ms + INTERRUPTED_MS_MAX),
+        _limit(
             "kill_after_first_delta_to_event",
             max(row["end_ms"] for row in late if row["signal"] == killed),
             INTERRUPTED_MS_MAX,
         ),
-        limit(
+        _limit(
             "stop_after_first_delta_to_event",
             max(row["end_ms"] for row in late if row["signal"] == stopped),
             lease_ms + INTERRUPTED_MS_MAX,
         ),
     ]
+
+
+def make_cut_targets(rows: Sequence[Row], *, lease_ms: int) -> list[Target]:
+    """Compares the worst of each kind of cut with what was asked for."""
+    early = [row for row in rows if row["moment"] != "delivered"]
+    late = [row for row in rows if row["moment"] == "delivered"]
+    assert all(row["ending"] == "finished" and row["num_attempts"] == 2 for row in early), "a retry did not finish"
+    assert all(row["ending"] == "interrupted" and row["num_attempts"] == 1 for row in late), "a second run began"
+    waited = [row["first_delta_ms"] - row["bare_first_delta_ms"] for row in early]
+    at_most = lease_ms + INTERRUPTED_MS_MAX
+    return [
+        _limit("cut_before_first_delta_less_reprefill", max(waited), at_most),
+        _limit("cut_after_first_delta_to_event", max(row["end_ms"] for row in late), at_most),
+    ]
+
+
+def _limit(id: str, ours: float, at_most: float) -> Target:
+    return make_target(id, ours=ours, reference=at_most, unit="ms", at_least=1.0, smaller_is_better=True)
 
 
 def _rounded(value: Any) -> Any:

@@ -77,7 +77,7 @@ class ProcessCluster:
         """
         self.config = config
         self._host = address
-        self._places = dict(places or {})
+        self.places = dict(places or {})
         self.registry = CollectorRegistry()
         self.lives: dict[str, WorkerLife] = {}
         self.gone: list[str] = []
@@ -136,7 +136,7 @@ class ProcessCluster:
     async def replace(self, name: str) -> WorkerLife:
         """Starts a new life of a worker and lets everybody know it. The old one, if any, must be dead."""
         spec = msgspec.structs.replace(self._templates[name], incarnation=new_incarnation(), bind_host=self._host)
-        place = self._places.get(name)
+        place = self.places.get(name)
         if place is None:
             host, port = self._store_address
             spec = msgspec.structs.replace(spec, store_host=host, store_port=port)

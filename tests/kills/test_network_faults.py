@@ -44,9 +44,9 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def switch() -> Iterator[Hosts]:
-    """Two hosts beside this one."""
+    """Five hosts beside this one: two for one cluster, three for the other."""
     try:
-        made = hosts(2)
+        made = hosts(5)
         switch = made.__enter__()
     except EnvironmentProblem as problem:
         pytest.skip(str(problem))
@@ -58,6 +58,13 @@ def switch() -> Iterator[Hosts]:
 async def twins(switch: Hosts, model_folder: Path) -> AsyncIterator[Net]:
     """Two hosts with all that a request needs, each."""
     async with Net(switch, {"prefill-0": 0, "decode-0": 0, "prefill-1": 1, "decode-1": 1}, model_folder) as net:
+        yield net
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def far_pair(switch: Hosts, model_folder: Path) -> AsyncIterator[Net]:
+    """The blocks of one pair cross the network; the other pair shares a third host."""
+    async with Net(switch, {"prefill-0": 2, "decode-0": 3, "prefill-1": 4, "decode-1": 4}, model_folder) as net:
         yield net
 
 
@@ -154,3 +161,28 @@ async def test_a_cut_shorter_than_the_lease_is_not_noticed(twins: Net, fault: st
     await reading
     assert (seen.ending, seen.num_restarts) == ("finished", 0), seen
     await twins.check(seen)
+
+
+async def test_workers_that_do_not_hear_each_other(far_pair: Net) -> None:
+    """Both are alive and leased: the hand-over fails by its deadline, and another pair answers."""
+    while True:
+        seen, reading = await far_pair.ask()
+        await far_pair.until_prefilling(seen)
+        workers = {ref.worker_id for ref in far_pair.machine(seen).current.workers.values()}
+        if workers == {"prefill-0", "decode-0"}:
+            break
+        await reading
+    with far_pair.switch.broken("apart", *far_pair.switch.hosts[2:4]):
+        await reading
+    assert (seen.ending, seen.num_restarts) == ("finished", 1), seen
+    await far_pair.check(seen)
+
+
+async def test_a_slow_link_is_not_a_dead_one(far_pair: Net) -> None:
+    """Blocks that take a second on their way are waited for: the first attempt answers."""
+    with far_pair.switch.slow(far_pair.switch.hosts[2], "30mbit"):
+        for _ in range(3):
+            seen, reading = await far_pair.ask()
+            await reading
+            assert (seen.ending, seen.num_restarts) == ("finished", 0), seen
+            await far_pair.check(seen)
