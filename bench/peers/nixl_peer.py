@@ -1,9 +1,15 @@
 # mypy: ignore-errors
 # Runs in an environment of its own that has no type stubs.
-"""NIXL READ from the memory of another process of this host into ours."""
+"""NIXL READ from the memory of another process of this host into ours.
+
+nixl_peer.py default     as it comes: its UCX then reads over TCP on one host, because errors of peers are handled
+nixl_peer.py thread      errors of peers not handled, so that memory is read directly; agents have progress threads
+nixl_peer.py polled      likewise, and only the reader polls
+"""
 
 import multiprocessing
 import os
+import sys
 import time
 
 from protocol import POOL_BYTES, Pool, serve
@@ -11,14 +17,18 @@ from protocol import POOL_BYTES, Pool, serve
 WARM_BYTES = 32 << 20
 
 
-def make_agent(name):
+def make_agent(name, setting):
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 
-    return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+    if setting == "default":
+        return nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+    agent = nixl_agent(name, nixl_agent_config(backends=[], enable_prog_thread=setting == "thread"))
+    agent.create_backend("UCX", {"ucx_error_handling_mode": "none"})
+    return agent
 
 
-def own(pipe):
-    agent = make_agent("owner")
+def own(pipe, setting):
+    agent = make_agent("owner", setting)
     pool = Pool(seed=1)
     agent.register_memory([(pool.memory.ctypes.data, POOL_BYTES, 0, "pool")], "DRAM")
     pipe.send((agent.get_agent_metadata(), pool.memory.ctypes.data))
@@ -26,11 +36,12 @@ def own(pipe):
 
 
 def main():
+    setting = sys.argv[1]
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    owner = context.Process(target=own, args=(theirs,), daemon=True)
+    owner = context.Process(target=own, args=(theirs, setting), daemon=True)
     owner.start()
-    agent = make_agent("reader")
+    agent = make_agent("reader", setting)
     here, there = Pool(), Pool()
     agent.register_memory([(here.memory.ctypes.data, POOL_BYTES, 0, "pool")], "DRAM")
     metadata, remote = ours.recv()

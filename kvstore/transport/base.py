@@ -13,8 +13,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 TAG_MAX = (1 << 63) - 1
 
@@ -35,16 +36,14 @@ SETTLED = frozenset({TransferResult.OK, TransferResult.CORRUPT})
 """Results after which nobody outside touches the block's memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockSend:
+class BlockSend(msgspec.Struct, frozen=True, gc=False):
     """Source of one block."""
 
     tag: int
     block: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class BlockReceive:
+class BlockReceive(msgspec.Struct, frozen=True, gc=False):
     """Destination of one block. ``digest``: 16 bytes of xxh3-128 that it must have, or None for no verification."""
 
     tag: int

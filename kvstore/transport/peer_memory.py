@@ -14,6 +14,9 @@ import ctypes
 import os
 import secrets
 import select
+import struct
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +24,11 @@ import numpy as np
 from kvstore.errors import PeerLost
 
 MARK_BYTES = 16
+SEGMENTS_MAX = 1024
+"""The kernel takes no more in one call (``IOV_MAX``)."""
+
+Segment = tuple[int, int, int]
+"""Address here, address in the peer, bytes."""
 
 
 class MemoryAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -40,22 +48,19 @@ class OwnMemory:
         self.address = MemoryAddress(os.getpid(), address_of(self._mark), mark)
 
 
-class _Vector(ctypes.Structure):
-    """``struct iovec``."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 class PeerMemory:
     """See the module. Life cycle: opened -> ``copy`` ... -> ``close``. One thread."""
 
     def __init__(self, address: MemoryAddress) -> None:
         """Raises: PeerLost when the process is gone, is another one, or lets nobody read."""
         self._pid = address.pid
-        self._from, self._into = _Vector(), _Vector()
-        self._from_pointer, self._into_pointer = ctypes.byref(self._from), ctypes.byref(self._into)
+        # Each an array of ``struct iovec``: address and length, one machine word each.
+        self._from, self._into = bytearray(SEGMENTS_MAX * _IOVEC.size), bytearray(SEGMENTS_MAX * _IOVEC.size)
+        self._from_pointer, self._into_pointer = (
+            ctypes.c_void_p(address_of(np.frombuffer(vectors, np.uint8))) for vectors in (self._from, self._into)
+        )
         try:
-            self._read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+            self._read = _read_call()
             self._process = os.pidfd_open(address.pid)
         except (OSError, AttributeError, OverflowError) as error:
             raise PeerLost(f"process {address.pid} cannot be opened: {error}") from error
@@ -76,15 +81,23 @@ class PeerMemory:
 
         The bytes mean something only once ``check_alive`` has passed. Raises: PeerLost.
         """
-        done = 0
-        while done < num_bytes:
-            self._into.base, self._from.base = into + done, source + done
-            self._into.length = self._from.length = num_bytes - done
-            got = self._read(self._pid, self._into_pointer, 1, self._from_pointer, 1, 0)
+        self.copy_all([(into, source, num_bytes)])
+
+    def copy_all(self, segments: Sequence[Segment]) -> None:
+        """Copies up to ``SEGMENTS_MAX`` segments in as few calls as the kernel allows, see ``copy``."""
+        while segments:
+            assert len(segments) <= SEGMENTS_MAX, len(segments)
+            words_into = [word for into, _, size in segments for word in (into, size)]
+            words_from = [word for _, source, size in segments for word in (source, size)]
+            format = f"{len(words_into)}N"
+            struct.pack_into(format, self._into, 0, *words_into)
+            struct.pack_into(format, self._from, 0, *words_from)
+            count = len(segments)
+            got = self._read(self._pid, self._into_pointer, count, self._from_pointer, count, 0)
             if got <= 0:
                 reason = os.strerror(ctypes.get_errno()) if got < 0 else "nothing to read"
                 raise PeerLost(f"the memory of process {self._pid} cannot be read: {reason}")
-            done += got
+            segments = _after(segments, got)
 
     def check_alive(self) -> None:
         """Raises: PeerLost when the process has ended, so that its id may mean another one."""
@@ -93,6 +106,33 @@ class PeerMemory:
 
     def close(self) -> None:
         os.close(self._process)
+
+
+_IOVEC = struct.Struct("2N")
+
+
+def _read_call() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    call.restype = ctypes.c_ssize_t
+    call.argtypes = (
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
+    return call
+
+
+def _after(segments: Sequence[Segment], num_bytes: int) -> list[Segment]:
+    """Returns what of ``segments`` is left when their first ``num_bytes`` are done."""
+    for index, (into, source, size) in enumerate(segments):
+        if num_bytes < size:
+            rest = (into + num_bytes, source + num_bytes, size - num_bytes)
+            return [rest, *segments[index + 1 :]]
+        num_bytes -= size
+    return []
 
 
 def address_of(array: np.ndarray) -> int:

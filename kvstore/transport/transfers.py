@@ -35,9 +35,11 @@ T = TypeVar("T")
 
 MAX_BATCH_BLOCKS = 1 << 16
 SCAN_BLOCKS = 4
-"""Oldest open transfers of a batch that one step looks at and verifies. They complete in the order in which they were
-posted, nearly; one that overtakes is looked at once those before it are through, and at the deadline at the latest.
-Small, so that a step is short: other peers wait for it."""
+"""Open transfers of a batch that a step looks at though they have not completed. They complete in the order in which
+they were posted, nearly; one that overtakes more is looked at once those before it are through, and at the deadline at
+the latest."""
+SCAN_BYTES = 4 << 20
+"""Completed blocks of a batch that one step gives verdicts to: it may have to read them, and other peers wait."""
 
 
 class Direction(IntEnum):
@@ -267,7 +269,7 @@ class TransferBook:
     def _collect_batch(self, batch: Batch, broken: set[str], *, is_last_look: bool) -> bool:
         """Gives a verdict to those that have completed, oldest first. Modifies: ``open_idx``, ``results``."""
         open_idx = batch.open_idx
-        ended = self._look(batch, open_idx if is_last_look else open_idx[:SCAN_BLOCKS], broken)
+        ended = self._look(batch, broken, is_last_look=is_last_look)
         if open_idx[: len(ended)] == ended:
             del open_idx[: len(ended)]
         else:
@@ -275,13 +277,20 @@ class TransferBook:
                 open_idx.remove(index)
         return bool(ended)
 
-    def _look(self, batch: Batch, indices: list[int], broken: set[str]) -> list[int]:
+    def _look(self, batch: Batch, broken: set[str], *, is_last_look: bool) -> list[int]:
+        """Returns those that have a verdict now; a last look is at all of them."""
         requests = batch.requests
-        ended = []
-        for index in indices:
+        ended: list[int] = []
+        num_waiting = num_bytes = 0
+        for index in batch.open_idx:
             if requests[index].completed:
                 batch.results[index] = self._verdict(batch, index, broken)
                 ended.append(index)
+                num_bytes += batch.buffers[index].nbytes
+            else:
+                num_waiting += 1
+            if (num_waiting == SCAN_BLOCKS or num_bytes >= SCAN_BYTES) and not is_last_look:
+                break
         return ended
 
     def _verdict(self, batch: Batch, index: int, broken: set[str]) -> TransferResult:

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,31 +27,23 @@ import numpy as np
 from kvstore.digest import block_digest
 from kvstore.errors import DeadlineExceeded, PeerLost
 from kvstore.transport.base import BlockReceive, BlockSend, Results, Transport
-from kvstore.transport.peer_memory import PeerMemory
 from kvstore.transport.pieces import PIECE_BYTES, BrokenPieces, LandingPieces, Pieces, cut
 from kvstore.transport.transfers import Batch, Direction, PromisedFuture, RequestEnd, TransferBook, bytes_of, fail
 from kvstore.transport.ucx_device import UcxDevice
-from kvstore.transport.ucx_mailbox import Mailbox
-from kvstore.transport.ucx_probe import MESSAGE_BYTES as PROBE_BYTES
-from kvstore.transport.ucx_probe import LinkProbe
-from kvstore.transport.ucx_reads import MESSAGE_BYTES as READS_BYTES
+from kvstore.transport.ucx_links import CLOSE_DEADLINE_S, Link, UcxLinks, Waiter
 from kvstore.transport.ucx_reads import DirectReceive, DirectRequest, LinkReads
 
 logger = logging.getLogger(__name__)
 
-OWN_TAG_BIT, PROBE_TAG_BIT, READS_TAG_BIT = 1 << 63, 1 << 62, 1 << 61
-"""Block tags have 63 bits; the upper half belongs to warm-up messages, probes, and the messages of direct reads."""
-WARM_BYTES = 256 << 10
-"""Large enough for the rendezvous path that blocks take."""
-CANNOT_READ, CAN_READ = 1, 2
-"""First byte of a warm-up message: whether its sender can read the memory of its receiver."""
 SPIN_S = 200e-6
 """How long the thread keeps looking after something moved, while a peer's next piece is probably on its way. Longer
 than an idle core takes to wake on a virtual machine: a shorter look would end just before the answer of a peer that
 slept, and both sides would go on waking each other for every message."""
 SPIN_AWAITED_S = 1e-3
 """The same while somebody waits for blocks: bounded, because a peer that computes may be silent for long."""
-STILL_STEPS_MAX = 4
+LOOKS = 16
+"""At the network, between two looks at deadlines, while the thread stays awake."""
+STILL_STEPS_MAX = 1
 """Looks without a movement before the thread lets others run between two looks."""
 WAIT_S_MAX = 0.05
 """Bound of a sleep while something is in flight, should a wake-up ever be missed."""
@@ -63,8 +55,6 @@ NAP_S_TOTAL = 0.02
 """After so long without a movement such a sender sleeps until it is woken."""
 NAP_BLOCK_BYTES = 64 << 10
 """Blocks from this size on move by the receiver's copy alone; smaller ones need the sender's help."""
-CLOSE_DEADLINE_S = 1.0
-"""How long an endpoint may take to close before others stop waiting for it."""
 CALL_MARGIN_S = 2.0
 """How much longer a caller waits than its deadline, so that the transport's own answer arrives first."""
 
@@ -75,50 +65,6 @@ class _Command:
 
     run: Callable[[], None]
     future: Future[Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiter:
-    """Somebody who wants a link to be ready by ``deadline``."""
-
-    deadline: float
-    future: Future[None]
-
-
-@dataclass(slots=True)
-class _Link:
-    """The way to one peer."""
-
-    peer: str
-    endpoint: Any
-    same_host: bool
-    waiters: list[_Waiter]
-    warm_buffers: list[np.ndarray]
-    their_address: bytes
-    warm_requests: list[Any] = field(default_factory=list)
-    probe: LinkProbe | None = None
-    """Made when the link is ready."""
-    memory: PeerMemory | None = None
-    """The peer's, where we can read it."""
-    reads: LinkReads | None = None
-    """Made with ``probe`` when both sides can read each other's memory; blocks then move by reading alone."""
-
-    @property
-    def is_ready(self) -> bool:
-        return self.probe is not None
-
-
-@dataclass(slots=True)
-class _Closing:
-    """The end of a link, or a question for its end."""
-
-    peer: str
-    request: Any
-    """None when there is no endpoint to close any more."""
-    link: _Link | None
-    deadline: float
-    proved_dead: bool
-    future: Future[None]
 
 
 class UcxTransport(Transport):
@@ -146,14 +92,9 @@ class UcxTransport(Transport):
         self._is_asleep = False
         """Set before the thread looks at the commands for the last time, so that one of both sees the other."""
         self._is_ending = False
-        self._links: dict[str, _Link] = {}
-        self._closings: list[_Closing] = []
-        self._held: dict[str, list[_Link]] = {}
-        """Links that UCX did not let go of cleanly, with the memory of their warm-up, by peer."""
-        self._mailboxes: dict[str, dict[int, Mailbox]] = {}
-        """Of each peer by tag, until it is proved dead."""
         self._device: UcxDevice
         self._book: TransferBook
+        self._links: UcxLinks
         self._busy_until = self._nap_until = 0.0
         self._num_still = 0
         opened: Future[bytes] = Future()
@@ -167,8 +108,8 @@ class UcxTransport(Transport):
         return self._address
 
     def connect(self, peer: str, address: bytes, *, same_host: bool, deadline_s: float) -> None:
-        waiter = _Waiter(time.monotonic() + deadline_s, PromisedFuture())
-        if not self._enqueue(lambda: self._connect(peer, address, same_host, waiter), waiter.future):
+        waiter = Waiter(time.monotonic() + deadline_s, PromisedFuture())
+        if not self._enqueue(lambda: self._links.connect(peer, address, same_host, waiter), waiter.future):
             raise PeerLost("the transport is closed")
         try:
             waiter.future.result(deadline_s + CALL_MARGIN_S)
@@ -190,7 +131,7 @@ class UcxTransport(Transport):
     def probe(self, peer: str, *, deadline_s: float) -> Future[float]:
         future: Future[float] = PromisedFuture()
         deadline = time.monotonic() + deadline_s
-        if not self._enqueue(lambda: self._probe(peer, deadline, future), future):
+        if not self._enqueue(lambda: self._links.ask(peer, deadline, future), future):
             fail(future, PeerLost("the transport is closed"))
         return future
 
@@ -237,7 +178,8 @@ class UcxTransport(Transport):
             self._device = self._make_device()
             self._book = TransferBook(self.name, self._ended, digest=_digest)
             self._book.on_settled = self._notify_settled
-            self._book.on_broken = self._on_broken
+            self._links = UcxLinks(self._device, self._book, has_direct_reads=self._has_direct_reads)
+            self._book.on_broken = self._links.on_broken
         except BaseException as error:
             opened.set_exception(error)
             return
@@ -253,10 +195,10 @@ class UcxTransport(Transport):
 
     def _step(self) -> None:
         moved = self._run_commands()
-        moved |= self._device.progress()
+        moved |= self._look()
         now = time.monotonic()
         moved |= self._book.collect(now)
-        moved |= self._collect_links(now)
+        moved |= self._links.collect(now)
         if moved:
             self._nap_until = now + NAP_S_TOTAL
             # A sender whose receivers copy by themselves has nothing to hurry for.
@@ -274,12 +216,28 @@ class UcxTransport(Transport):
                 # The peer may wait for this very core.
                 os.sched_yield()
 
+    def _look(self) -> bool:
+        """Moves the next piece. While the thread stays awake anyway, it looks for one a few times before it looks at
+        everything else, which takes many times as long. Returns True when something moved.
+        """
+        device = self._device
+        if device.progress():
+            return True
+        if self._links.has_work or time.monotonic() >= self._busy_until:
+            return False
+        for _ in range(LOOKS):
+            if device.progress():
+                return True
+            if self._commands:
+                break
+        return False
+
     def _rest(self, now: float) -> None:
         """Gives the core away until something may have happened."""
-        is_asked = any(link.waiters or (link.probe and link.probe.is_asking) for link in self._links.values())
-        if any(link.reads is not None and link.reads.has_work for link in self._links.values()):
+        if self._links.has_work:
             return
-        if not (self._book.num_batches or self._book.num_given_up or self._closings or is_asked):
+        is_asked = self._links.is_waiting
+        if not (self._book.num_batches or self._book.num_given_up or is_asked):
             self._sleep(IDLE_WAIT_S)
             return
         if now < self._nap_until and all(batch.is_passive for batch in self._book.batches()) and not is_asked:
@@ -317,30 +275,21 @@ class UcxTransport(Transport):
             self._is_open = False
         try:
             self._run_commands()
-            for peer in tuple(self._links):
-                self._lose_link(peer, proved_dead=False, future=PromisedFuture())
-            deadline = time.monotonic() + CLOSE_DEADLINE_S
-            while self._closings and time.monotonic() < deadline:
-                self._device.progress()
-                self._collect_links(time.monotonic())
+            self._links.close_all()
         except Exception:
             logger.exception("transport_end_failed")
         self._book.give_up_all()
-        for closing in self._closings:
-            fail(closing.future, PeerLost(f"the transport ended before the link to {closing.peer} was closed"))
-        for link in self._links.values():
-            self._fail_waiters(link, PeerLost("the transport ended"))
+        self._links.fail_all()
         self._device.close()
         # What UCX has let go of is settled; requests that are kept would keep UCX's workers, as long as this object.
         self._book.collect(time.monotonic())
-        for book in (self._links, self._held, self._mailboxes):
-            book.clear()
+        self._links.forget()
 
     # --- the transport's thread: transfers --------------------------------------------------------------------
 
     def _post(self, batch: Batch) -> None:
-        link = self._links.get(batch.peer)
-        if link is None or not link.is_ready:
+        link = self._links.ready(batch.peer)
+        if link is None:
             self._book.refuse(batch)
             return
         is_send = batch.direction is Direction.SEND
@@ -369,7 +318,7 @@ class UcxTransport(Transport):
             reads.receive(receives)
             batch.requests += receives
 
-    def _post_block(self, link: _Link, direction: Direction, tag: int, buffer: np.ndarray, is_verified: bool) -> Any:
+    def _post_block(self, link: Link, direction: Direction, tag: int, buffer: np.ndarray, is_verified: bool) -> Any:
         """Returns the request of one block. Raises: PeerLost when not a single piece could be posted."""
         post = self._device.send if direction is Direction.SEND else self._device.receive
         if buffer.nbytes <= PIECE_BYTES:
@@ -397,152 +346,13 @@ class UcxTransport(Transport):
         ends = {self._device.ended(piece) for piece in request.requests}
         return next((end for end in (RequestEnd.BROKEN, RequestEnd.DAMAGED) if end in ends), RequestEnd.DONE)
 
+    def _peer_lost(self, peer: str, proved_dead: bool, future: Future[None]) -> None:
+        self._book.count("peers_lost")
+        self._links.lose(peer, proved_dead=proved_dead, future=future)
+
     def _notify_settled(self, tags: list[int]) -> None:
         if self.on_settled is not None:
             self.on_settled(tags)
-
-    # --- the transport's thread: links ------------------------------------------------------------------------
-
-    def _connect(self, peer: str, address: bytes, same_host: bool, waiter: _Waiter) -> None:
-        link = self._links.get(peer)
-        if link is not None and not self._device.is_alive(link.endpoint):
-            self._on_broken(peer)
-            link = None
-        if link is not None:
-            # A warm-up that ran out of time goes on: a second one's message would end in the first one's receive.
-            link.waiters.append(waiter)
-            return
-        try:
-            endpoint = self._device.connect(address, same_host=same_host)
-        except PeerLost as error:
-            fail(waiter.future, PeerLost(f"no transport link to {peer}: {error}"))
-            return
-        out, into = np.ones(WARM_BYTES, np.uint8), np.zeros(WARM_BYTES, np.uint8)
-        link = self._links[peer] = _Link(peer, endpoint, same_host, [waiter], [out, into], address)
-        if same_host and self._has_direct_reads:
-            link.memory = self._device.open_memory(address)
-        out[0] = CAN_READ if link.memory is not None else CANNOT_READ
-        try:
-            link.warm_requests.append(self._device.receive(endpoint, into, warm_tag(address)))
-            link.warm_requests.append(self._device.send(endpoint, out, warm_tag(self._address)))
-        except PeerLost:
-            self._lose_link(peer, proved_dead=False, future=PromisedFuture())
-
-    def _collect_links(self, now: float) -> bool:
-        """Answers those who wait for a link to be ready or closed. Returns True when somebody was answered."""
-        moved = False
-        for link in tuple(self._links.values()):
-            if link.waiters:
-                moved |= self._collect_warming(link, now)
-            if link.probe is not None:
-                moved |= self._collect_ready(link, link.probe, now)
-        for closing in tuple(self._closings):
-            if self._is_closed(closing, now):
-                self._closings.remove(closing)
-                self._on_closed(closing)
-                moved = True
-        return moved
-
-    def _collect_warming(self, link: _Link, now: float) -> bool:
-        if not link.is_ready and all(request.completed for request in link.warm_requests):
-            try:
-                if any(self._device.ended(request) is not RequestEnd.DONE for request in link.warm_requests):
-                    raise PeerLost("the warm-up broke")
-                mail = self._mailbox(link, probe_tag(link.their_address), PROBE_BYTES)
-                link.probe = LinkProbe(self._device, link.endpoint, mail, my_tag=probe_tag(self._address))
-                self._open_reads(link)
-            except PeerLost:
-                self._on_broken(link.peer)
-                return True
-            link.warm_requests, link.warm_buffers = [], []
-        if link.is_ready:
-            for waiter in link.waiters:
-                waiter.future.set_result(None)
-            link.waiters = []
-            return True
-        late = [waiter for waiter in link.waiters if now >= waiter.deadline]
-        for waiter in late:
-            link.waiters.remove(waiter)
-            fail(waiter.future, DeadlineExceeded(f"the link to {link.peer} did not warm up in time"))
-        return bool(late)
-
-    def _open_reads(self, link: _Link) -> None:
-        """Agrees on direct reads: both warm-up messages say whether their sender can read. Raises: PeerLost."""
-        if link.memory is None or link.warm_buffers[1][0] != CAN_READ:
-            return
-        mail = self._mailbox(link, reads_tag(link.their_address), READS_BYTES)
-        link.reads = LinkReads(self._device, link.endpoint, link.memory, mail, my_tag=reads_tag(self._address))
-
-    def _mailbox(self, link: _Link, tag: int, num_bytes: int) -> Mailbox:
-        """Returns the mailbox of ``tag``, which may have served an earlier link to the same peer."""
-        boxes = self._mailboxes.setdefault(link.peer, {})
-        if tag not in boxes:
-            boxes[tag] = Mailbox(self._device, tag, num_bytes)
-        return boxes[tag]
-
-    def _collect_ready(self, link: _Link, probe: LinkProbe, now: float) -> bool:
-        try:
-            moved = probe.collect(now)
-            return (link.reads is not None and link.reads.step()) or moved
-        except PeerLost:
-            self._on_broken(link.peer)
-            return True
-
-    def _probe(self, peer: str, deadline: float, future: Future[float]) -> None:
-        link = self._links.get(peer)
-        if link is None or link.probe is None:
-            fail(future, PeerLost(f"no link to {peer}"))
-        else:
-            link.probe.ask(deadline, future)
-
-    def _on_broken(self, peer: str) -> None:
-        """UCX reported a broken connection. The link goes, so that a later connect makes a new one."""
-        if peer in self._links:
-            logger.warning("link_broken peer=%s", peer)
-            self._lose_link(peer, proved_dead=False, future=PromisedFuture())
-
-    def _peer_lost(self, peer: str, proved_dead: bool, future: Future[None]) -> None:
-        self._book.count("peers_lost")
-        self._lose_link(peer, proved_dead=proved_dead, future=future)
-
-    def _lose_link(self, peer: str, *, proved_dead: bool, future: Future[None]) -> None:
-        """Ends what is in flight with ``peer`` and starts to close its link; ``future`` is done when that is over."""
-        link = self._links.pop(peer, None)
-        request = None
-        if link is not None:
-            request = self._device.close_endpoint(link.endpoint)
-            self._fail_waiters(link, PeerLost(f"{peer} is gone"))
-            if link.probe is not None:
-                link.probe.end(PeerLost(f"{peer} is gone"))
-            if link.reads is not None:
-                link.reads.end()
-            elif link.memory is not None:
-                link.memory.close()
-        self._closings.append(_Closing(peer, request, link, time.monotonic() + CLOSE_DEADLINE_S, proved_dead, future))
-        self._book.give_up_peer(peer)
-
-    def _is_closed(self, closing: _Closing, now: float) -> bool:
-        """Returns True when ``closing`` may be answered: closed, or overdue and nothing is promised about memory."""
-        if next(other for other in self._closings if other.peer == closing.peer) is not closing:
-            # A question for the end of a link that is still closing waits for it.
-            return False
-        if closing.request is None or closing.request.completed:
-            return True
-        return now >= closing.deadline and not closing.proved_dead
-
-    def _on_closed(self, closing: _Closing) -> None:
-        if closing.link is not None:
-            self._held.setdefault(closing.peer, []).append(closing.link)
-        if closing.proved_dead:
-            self._held.pop(closing.peer, None)
-            self._mailboxes.pop(closing.peer, None)
-            self._book.settle_peer(closing.peer)
-        closing.future.set_result(None)
-
-    def _fail_waiters(self, link: _Link, error: Exception) -> None:
-        for waiter in link.waiters:
-            fail(waiter.future, error)
-        link.waiters = []
 
 
 def _digest(request: Any, buffer: np.ndarray) -> bytes:
@@ -553,22 +363,3 @@ def _unposted(batch: Batch) -> list[tuple[int, np.ndarray, bytes | None]]:
     """Returns tag, buffer and digest of the blocks of ``batch`` that have no request yet."""
     start = len(batch.requests)
     return list(zip(batch.tags[start:], batch.buffers[start:], batch.digests[start:], strict=True))
-
-
-def warm_tag(address: bytes) -> int:
-    """Returns the tag of the warm-up message of the transport that lives at ``address``."""
-    return OWN_TAG_BIT | _hash(address)
-
-
-def probe_tag(address: bytes) -> int:
-    """Returns the tag of the probes of the transport that lives at ``address``."""
-    return OWN_TAG_BIT | PROBE_TAG_BIT | _hash(address)
-
-
-def reads_tag(address: bytes) -> int:
-    """Returns the tag of the messages about direct reads of the transport that lives at ``address``."""
-    return OWN_TAG_BIT | READS_TAG_BIT | _hash(address)
-
-
-def _hash(address: bytes) -> int:
-    return int.from_bytes(block_digest(address)[:8], "little") & (READS_TAG_BIT - 1)

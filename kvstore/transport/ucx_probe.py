@@ -16,12 +16,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kvstore.errors import DeadlineExceeded, KopirError, PeerLost
 from kvstore.transport.transfers import fail
 from kvstore.transport.ucx_device import UcxDevice
-from kvstore.transport.ucx_mailbox import Mailbox
+from kvstore.transport.ucx_mailbox import Mailbox, Outbox
 
 MESSAGE_BYTES = 64
 MAX_QUESTIONS = 64
@@ -42,12 +40,9 @@ class LinkProbe:
 
     def __init__(self, device: UcxDevice, endpoint: Any, mail: Mailbox, *, my_tag: int) -> None:
         """Raises: PeerLost."""
-        self._device = device
-        self._endpoint = endpoint
-        self._my_tag = my_tag
+        self._out = Outbox(device, endpoint, my_tag, MESSAGE_BYTES)
         self._mail = mail
         self._questions: dict[int, _Question] = {}
-        self._sends: list[tuple[Any, np.ndarray]] = []
         # An answer to a question of an earlier link answers none of this one.
         self._next_nonce = time.monotonic_ns()
         mail.attach(endpoint)
@@ -64,7 +59,7 @@ class LinkProbe:
         nonce, self._next_nonce = self._next_nonce, self._next_nonce + 1
         self._questions[nonce] = _Question(time.monotonic(), deadline, future)
         try:
-            self._send(_QUESTION, nonce)
+            self._out.send(_FORMAT.pack(_QUESTION, nonce))
         except PeerLost as error:
             fail(self._questions.pop(nonce).future, error)
 
@@ -78,7 +73,7 @@ class LinkProbe:
             came = True
             kind, nonce = _FORMAT.unpack(message)
             if kind == _QUESTION:
-                self._send(_ANSWER, nonce)
+                self._out.send(_FORMAT.pack(_ANSWER, nonce))
             elif (question := self._questions.pop(nonce, None)) is not None:
                 question.future.set_result(time.monotonic() - question.asked_at)
         if self._questions:
@@ -91,8 +86,3 @@ class LinkProbe:
         for question in self._questions.values():
             fail(question.future, error)
         self._questions.clear()
-
-    def _send(self, kind: int, nonce: int) -> None:
-        self._sends = [(request, buffer) for request, buffer in self._sends if not request.completed]
-        buffer = np.frombuffer(_FORMAT.pack(kind, nonce), np.uint8)
-        self._sends.append((self._device.send(self._endpoint, buffer, self._my_tag), buffer))

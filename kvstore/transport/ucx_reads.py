@@ -15,25 +15,26 @@ Life cycle: made when the link is ready -> ``send``, ``receive``, ``step`` ... -
 
 from __future__ import annotations
 
+import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from kvstore.errors import PeerLost
-from kvstore.transport.peer_memory import PeerMemory, address_of
+from kvstore.transport.peer_memory import SEGMENTS_MAX, PeerMemory, Segment, address_of
 from kvstore.transport.transfers import RequestEnd
 from kvstore.transport.ucx_device import UcxDevice
-from kvstore.transport.ucx_mailbox import Mailbox
+from kvstore.transport.ucx_mailbox import Mailbox, Outbox
 
-READ_PIECE_BYTES = 256 << 10
-"""Fits into a second-level cache beside its source."""
-STEP_BYTES = 1 << 20
+READ_PIECE_BYTES = 512 << 10
+"""Read by one call, of one large block or of several small ones; fits into a second-level cache beside its source."""
+STEP_BYTES = 8 << 20
 """Read in one step before others have their turn; a block is always read whole."""
-STEP_BLOCKS = 16
-MAX_REPORTS_WAITING = 64
+STEP_BLOCKS = 256
+MAX_REPORTS_WAITING = 255
 """Reports wait for company until so many are due or nothing is left to read: each message may wake its receiver."""
 MAX_OFFERS = 1 << 18
 """Offers that nobody wants yet; a peer that makes more is cut off."""
@@ -65,24 +66,22 @@ class DirectReceive(DirectRequest):
         self.is_verified = is_verified
         self._digest = b""
 
-    def read(self, memory: PeerMemory, address: int, num_bytes: int) -> None:
-        """Copies the block from ``address`` of the peer. Modifies: ``buffer``. Raises: PeerLost."""
-        buffer = self.buffer
-        if num_bytes != buffer.nbytes:
-            self.end, self.completed = RequestEnd.DAMAGED, True
-            return
-        into = address_of(buffer)
+    def fold(self) -> None:
+        """Makes the digest of what has landed in one piece. Modifies: ``digest``."""
         if self.is_verified:
-            hasher = xxhash.xxh3_128()
-            for start in range(0, num_bytes, READ_PIECE_BYTES):
-                piece = buffer[start : start + READ_PIECE_BYTES]
-                memory.copy(into + start, address + start, piece.nbytes)
-                hasher.update(piece.data)
+            self._digest = xxhash.xxh3_128_digest(self.buffer.data)
+
+    def read_in_pieces(self, memory: PeerMemory, source: int) -> None:
+        """Copies a large block from ``source`` of the peer. Modifies: ``buffer``, ``digest``. Raises: PeerLost."""
+        buffer, into, num_bytes = self.buffer, address_of(self.buffer), self.buffer.nbytes
+        hasher = xxhash.xxh3_128() if self.is_verified else None
+        for start in range(0, num_bytes, READ_PIECE_BYTES):
+            end = min(start + READ_PIECE_BYTES, num_bytes)
+            memory.copy(into + start, source + start, end - start)
+            if hasher is not None:
+                hasher.update(buffer[start:end].data)
+        if hasher is not None:
             self._digest = hasher.digest()
-        else:
-            memory.copy(into, address, num_bytes)
-        memory.check_alive()
-        self.end, self.completed = RequestEnd.DONE, True
 
     def digest(self) -> bytes:
         """Returns the 16 bytes of xxh3-128 of what landed; it must be completed and verified."""
@@ -90,24 +89,24 @@ class DirectReceive(DirectRequest):
         return self._digest
 
 
+_Ready = tuple[DirectReceive, int, int]
+"""A block that is offered and wanted, with its address in the peer and the offered size."""
+
+
 class LinkReads:
     """The blocks of one link. All calls on the transport's thread; ``step`` and the making raise PeerLost."""
 
     def __init__(self, device: UcxDevice, endpoint: Any, memory: PeerMemory, mail: Mailbox, *, my_tag: int) -> None:
-        self._device = device
-        self._endpoint = endpoint
         self._memory = memory
-        self._my_tag = my_tag
+        self._out = Outbox(device, endpoint, my_tag, MESSAGE_BYTES)
         self._mail = mail
         self._sends: dict[int, DirectRequest] = {}
         """Offered, by tag."""
         self._wanted: dict[int, DirectReceive] = {}
         self._offers: dict[int, tuple[int, int]] = {}
         """Address and size by tag, of blocks that nobody wants yet."""
-        self._ready: deque[tuple[DirectReceive, int, int]] = deque()
-        """Offered and wanted, with address and size."""
+        self._ready: deque[_Ready] = deque()
         self._reports: list[int] = []
-        self._messages: list[tuple[Any, np.ndarray]] = []
         mail.attach(endpoint)
 
     @property
@@ -143,22 +142,39 @@ class LinkReads:
     def step(self) -> bool:
         """Takes messages, reads blocks and reports them. Returns True when something moved."""
         moved = self._take_messages()
-        num_bytes = num_blocks = 0
-        while self._ready and num_bytes < STEP_BYTES and num_blocks < STEP_BLOCKS:
-            receive, address, size = self._ready.popleft()
-            # Known to ``end`` again, should the reading fail.
-            self._wanted[receive.tag] = receive
-            receive.read(self._memory, address, size)
-            del self._wanted[receive.tag]
-            self._reports.append(receive.tag)
-            num_bytes += size
-            num_blocks += 1
+        taken: list[_Ready] = []
+        num_bytes = 0
+        while self._ready and num_bytes < STEP_BYTES and len(taken) < STEP_BLOCKS:
+            taken.append(item := self._ready.popleft())
+            num_bytes += item[2]
+        if taken:
+            self._read(taken)
         if self._reports and (not self._ready or len(self._reports) >= MAX_REPORTS_WAITING):
             reports, self._reports = self._reports, []
             for start in range(0, len(reports), REPORTS_PER_MESSAGE):
                 part = reports[start : start + REPORTS_PER_MESSAGE]
                 self._send(_REPORTS, len(part), part)
-        return moved or num_blocks > 0
+        return moved or bool(taken)
+
+    def _read(self, taken: list[_Ready]) -> None:
+        """Reads blocks that are offered and wanted, many small ones by one call. Raises: PeerLost."""
+        # Known to ``end`` again, should the reading fail.
+        self._wanted.update((receive.tag, receive) for receive, _, _ in taken)
+        fitting = [item for item in taken if item[2] == item[0].buffer.nbytes]
+        for receives, segments in _runs(fitting):
+            if receives[0].buffer.nbytes > READ_PIECE_BYTES:
+                receives[0].read_in_pieces(self._memory, segments[0][1])
+                continue
+            self._memory.copy_all(segments)
+            for receive in receives:
+                receive.fold()
+        # Asked once for all of them, after the last copy: what lives now lived all the while.
+        self._memory.check_alive()
+        for receive, _, size in taken:
+            del self._wanted[receive.tag]
+            receive.end = RequestEnd.DONE if size == receive.buffer.nbytes else RequestEnd.DAMAGED
+            receive.completed = True
+            self._reports.append(receive.tag)
 
     def end(self) -> None:
         """Ends every block that has not ended: broken. Memory of posted messages stays with this object."""
@@ -206,11 +222,30 @@ class LinkReads:
                 raise PeerLost(f"more than {MAX_OFFERS} blocks that nobody wants")
 
     def _send(self, kind: int, count: int, words: list[int]) -> None:
-        self._messages = [(request, buffer) for request, buffer in self._messages if not request.completed]
-        buffer = np.zeros(MESSAGE_BYTES, np.uint8)
-        buffer[:8].view("<u4")[:] = kind, count
-        buffer[8:].view("<u8")[: len(words)] = words
-        self._messages.append((self._device.send(self._endpoint, buffer, self._my_tag), buffer))
+        self._out.send(struct.pack(f"<2I{len(words)}Q", kind, count, *words))
+
+
+def _runs(ready: Sequence[_Ready]) -> Iterator[tuple[list[DirectReceive], list[Segment]]]:
+    """Returns what to read by one call each: blocks of together at most ``READ_PIECE_BYTES``, or a larger one alone.
+
+    Blocks that lie side by side at both ends become one segment.
+    """
+    receives: list[DirectReceive] = []
+    segments: list[Segment] = []
+    num_bytes = 0
+    for receive, source, size in ready:
+        if receives and (num_bytes + size > READ_PIECE_BYTES or len(segments) == SEGMENTS_MAX):
+            yield receives, segments
+            receives, segments, num_bytes = [], [], 0
+        into = address_of(receive.buffer)
+        if segments and segments[-1][0] + segments[-1][2] == into and segments[-1][1] + segments[-1][2] == source:
+            segments[-1] = (*segments[-1][:2], segments[-1][2] + size)
+        else:
+            segments.append((into, source, size))
+        receives.append(receive)
+        num_bytes += size
+    if receives:
+        yield receives, segments
 
 
 def _offer(tag: int, buffer: np.ndarray) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvstore.errors import PeerLost
-from kvstore.transport.peer_memory import MemoryAddress, OwnMemory, PeerMemory, address_of
+from kvstore.transport.peer_memory import SEGMENTS_MAX, MemoryAddress, OwnMemory, PeerMemory, address_of
 
 SIZE = 3 << 20
 
@@ -44,6 +44,31 @@ def test_bytes_of_another_process_arrive(owner: tuple[Any, MemoryAddress, int]) 
     memory.copy(address_of(into), block, into.nbytes)
     memory.check_alive()
     assert (into.view(np.uint32) == np.arange(SIZE, dtype=np.uint32)).all()
+    memory.close()
+
+
+def test_many_segments_arrive_each_at_its_place(owner: tuple[Any, MemoryAddress, int]) -> None:
+    """As many as one call takes, out of order; what is not named stays untouched."""
+    _process, address, block = owner
+    memory = PeerMemory(address)
+    into = np.zeros(2 * SEGMENTS_MAX, np.uint32)
+    words = np.random.default_rng(3).permutation(SIZE)[:SEGMENTS_MAX]
+    start = address_of(into.view(np.uint8))
+    memory.copy_all([(start + 8 * index, block + 4 * int(word), 4) for index, word in enumerate(words)])
+    memory.check_alive()
+    assert (into[::2] == words).all() and not into[1::2].any()
+    memory.close()
+
+
+def test_a_segment_that_is_not_there_is_an_error_among_others_that_are(owner: tuple[Any, MemoryAddress, int]) -> None:
+    """The kernel stops at it and says how far it came; asked for the rest, it refuses."""
+    _process, address, block = owner
+    memory = PeerMemory(address)
+    into = np.zeros(8, np.uint32)
+    start = address_of(into.view(np.uint8))
+    with pytest.raises(PeerLost, match="cannot be read"):
+        memory.copy_all([(start, block + 4, 4), (start + 4, 4096, 4), (start + 8, block + 12, 4)])
+    assert into.tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
     memory.close()
 
 
