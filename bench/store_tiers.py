@@ -3,7 +3,8 @@
 Three parts of one run: a long prompt cold, from the host tier and, after a restart of everything, from the disk (past
 the page cache), with pools that keep nothing, and in a third life from pools that do, the device tier; the index of a
 full 4 GiB disk tier recovered from its headers; and the disk itself, block by block, through the page cache and past
-it, which is why the product reads and writes the way it does.
+it, which is why the product reads and writes the way it does. ``bench.load_choice`` adds what deadlines on loads are
+worth.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import httpx
 
 from bench.clusters import kopir_cluster
+from bench.load_choice import load_choice
 from bench.report import Report, finish, make_target, quantile
 from kvstore.core.disk_slots import DiskBlock, DiskIndex
 from kvstore.core.eviction import LruPolicy
@@ -67,6 +69,9 @@ def run_tiers(*, quick: bool, json_path: Path | None, check: bool, seed: int, fo
         report.rows += _disk_rows(place, num_blocks=64 if quick else 256)
         report.rows += _recovery_rows(place, repetitions=3 if quick else 5)
         report.rows += _ttft_rows(place, seed=seed, num_prompts=2 if quick else 5, quick=quick)
+    rows, targets = load_choice(seed)
+    report.rows += rows
+    report.targets += targets
     medians = {row["tier"]: row["ttft_ms_p50"] for row in report.rows if row["what"] == "ttft"}
     for tier, at_least in (("device", HOST_RATIO), ("host", HOST_RATIO), ("disk", DISK_RATIO)):
         report.targets.append(
@@ -94,6 +99,7 @@ def run_tiers(*, quick: bool, json_path: Path | None, check: bool, seed: int, fo
     ttft = [row for row in report.rows if row["what"] == "ttft"]
     columns = ["tier", "prompt_tokens", "tokens_of_tier_min", "ttft_ms_p50", "ttft_ms_max"]
     report.show("Time to first token", [*columns, *(f"{name}_ms_p50" for name in SPANS)], ttft)
+    report.show("Load or recompute, by arithmetic", ["kind", "way", "prompts", "total_s", "vs_none"], rows)
     disk = [row for row in report.rows if row["what"] == "disk"]
     report.show("Disk, one block at a time", ["op", "path", "threads", "gb_per_s"], disk)
     recovery = [row for row in report.rows if row["what"] == "recovery"]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.load_choice import load_choice
 from kvstore.core.load_cost import (
     BUDGET_NS_MAX,
     GRANT_NS,
@@ -59,6 +60,15 @@ def test_a_slow_tier_is_never_worse_than_no_cache(prompts: list[tuple[int, int]]
         without_ns += TOKEN_NS * 16 * num_blocks
         assert spent_ns <= (1 + LOSS_SHARE) * without_ns + GRANT_NS + len(prompts)
         assert 0 <= cost.budget_ns <= BUDGET_NS_MAX
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_kind_of_tier_makes_a_workload_slower_than_none(seed: int) -> None:
+    """Slow, failing, hanging and pausing tiers: the bound of the bench holds for each, and a good tier is used."""
+    rows, targets = load_choice(seed)
+    assert all(target.ok for target in targets), targets
+    sums = {(row["kind"], row["way"]): row["total_s"] for row in rows}
+    assert sums["1500 MB/s", "learned"] == sums["1500 MB/s", "wait"]
 
 
 def test_a_fast_tier_is_used_every_time() -> None:
