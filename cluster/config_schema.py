@@ -263,6 +263,24 @@ class LedgerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     retention_s: Annotated[Seconds, doc("Seconds that the record of an ended request is kept.")] = 86_400.0
 
 
+class ToolsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tools that the gateway itself calls for the model (see `tools.md`)."""
+
+    file: Annotated[
+        Text | None, doc("YAML file of the tools: endpoint, schema, time limit, side effects. `null` for none.")
+    ] = None
+    max_rounds: Annotated[
+        Annotated[int, Meta(ge=1, le=64)], doc("Rounds of one answer in which the model may call tools.")
+    ] = 8
+    max_calls: Annotated[Annotated[int, Meta(ge=1, le=1024)], doc("Calls of one answer.")] = 32
+    deadline_ms: Annotated[
+        Millis, doc("Time for one answer with tools, all rounds together; no call and no round begins after it.")
+    ] = 120_000
+    max_result_bytes: Annotated[
+        PositiveBytes, doc("Largest result of a tool; instead of a larger one the model is told that it is.")
+    ] = 64 * KIB
+
+
 class AuthConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who may use the endpoint and who belongs to the cluster."""
 
@@ -304,6 +322,7 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     admission: AdmissionConfig = AdmissionConfig()
     policy: PolicyConfig = PolicyConfig()
     ledger: LedgerConfig = LedgerConfig()
+    tools: ToolsConfig = ToolsConfig()
     auth: AuthConfig = AuthConfig()
     cluster: ClusterConfig = ClusterConfig()
 

@@ -45,7 +45,7 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
     Returns: 0 after SIGINT or SIGTERM. Raises: BadInput, EnvironmentProblem; nothing is left running then.
     """
     planning.check_supported(config)
-    config = _with_tls(_with_keys(_with_policy(_with_ledger(config))))
+    config = _with_tls(_with_keys(_with_policy(_with_tools(_with_ledger(config)))))
     model_path = hub.resolve(config.model)
     model = read_config(model_path)
     plan = planning.make_plan(config, model_path=model_path, model=model, cores=machine.usable_cores())
@@ -125,6 +125,17 @@ def _with_ledger(config: Config) -> Config:
     url = absolute_url(config.ledger.url, Path.cwd())
     open_database(url).close()
     return msgspec.structs.replace(config, ledger=msgspec.structs.replace(config.ledger, url=url))
+
+
+def _with_tools(config: Config) -> Config:
+    """Returns the configuration with a tools file that every process finds. Raises: ConfigError if it is unusable."""
+    from cluster.tools_source import load_tools
+
+    if config.tools.file is None:
+        return config
+    path = Path(config.tools.file).absolute()
+    load_tools(path)
+    return msgspec.structs.replace(config, tools=msgspec.structs.replace(config.tools, file=str(path)))
 
 
 def _with_policy(config: Config) -> Config:

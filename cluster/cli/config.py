@@ -23,10 +23,14 @@ def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file.")],
     overrides: OverridesOption = None,
 ) -> None:
-    """Check a file without starting anything. Exit status 2 and one line if it cannot be used."""
+    """Check a file, and the tools file that it names, without starting anything. Exit status 2 and one line if not."""
     from cluster.config import load
 
-    load(file, overrides or ())
+    settings = load(file, overrides or ())
+    if settings.tools.file is not None:
+        from cluster.tools_source import load_tools
+
+        load_tools(settings.tools.file)
     write(f"{file}: ok")
 
 
