@@ -51,13 +51,22 @@ def render(journal: dict[str, Any]) -> Any:
     events = journal.get("events") or []
     if events:
         parts.append(make_table("Timeline", ["ms", "event", "what"], [_event_row(event) for event in events]))
+    rows: list[list[object]]
+    for number, part in enumerate(journal.get("rounds") or [], 1):
+        rows = [_event_row(event) for event in part.get("events") or []]
+        parts.append(make_table(f"Timeline of round {number}", ["ms", "event", "what"], rows))
+    calls = journal.get("tool_calls") or []
+    if calls:
+        rows = [[call.get(name) for name in _CALL_FIELDS] for call in calls]
+        parts.append(make_table("Tool calls", [_title(name) for name in _CALL_FIELDS], rows))
     if journal.get("interruption"):
-        rows: list[list[object]] = [[_title(name), value] for name, value in journal["interruption"].items()]
+        rows = [[_title(name), value] for name, value in journal["interruption"].items()]
         parts.append(make_table("Interruption", ["field", "value"], rows))
     return Group(*parts)
 
 
-_APART = frozenset({"attempts", "events", "interruption"})
+_APART = frozenset({"attempts", "events", "interruption", "choices", "rounds", "tool_calls"})
+_CALL_FIELDS = ("round", "name", "state", "is_error", "tries", "tool_call_id", "recorded_by", "why")
 _ATTEMPT_COLUMNS = ("epoch", "attempt", "prefill", "decode", "from ms", "to ms", "end", "tokens", "fenced")
 _NOT_SHOWN = frozenset({"at_ns", "event", "attempt_id"})
 

@@ -110,7 +110,9 @@ class StopMatched(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Completed(Event, frozen=True, kw_only=True, tag=True):
-    """The end of the answer was written."""
+    """The end of the answer was written. ``rest``: why tokens that were not delivered were not, if that is no loss."""
+
+    rest: str = ""
 
 
 class AnswerEnded(Event, frozen=True, kw_only=True, tag=True):

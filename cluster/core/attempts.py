@@ -329,6 +329,7 @@ class RequestMachine:
             assert self.current is not None, "completed without an attempt"
             self.phase = Phase.FINISHED
             self._told = True
+            self._discard_reason = event.rest or self._discard_reason
             reason = self.current.end_reason or ""
             self.journal.ended(event.now_ns, "finished", reason=reason, delivered=self.num_delivered)
         return []

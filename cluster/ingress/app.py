@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -30,7 +31,9 @@ from cluster.ingress.api.tenants import Tenants, tenant_of_scope
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.backend import RelayBackend
 from cluster.ingress.metrics import IngressMetrics
+from cluster.ingress.tools.service import ToolService
 from cluster.keys_source import keys_source
+from cluster.tools_source import load_tools
 from cluster.view import ClusterView
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns, host_identity
@@ -91,6 +94,20 @@ class IngressApp:
             clock_ns=boottime_ns,
         )
 
+        self._tools = self._tool_service(config)
+
+    def _tool_service(self, config: Config) -> ToolService | None:
+        if config.tools.file is None:
+            return None
+        return ToolService(
+            load_tools(config.tools.file),
+            store=lambda: self._backend.tools,
+            settings=config.tools,
+            metrics=self._metrics.tools,
+            clock_ns=boottime_ns,
+            unix_s=time.time,
+        )
+
     def build(
         self,
         *,
@@ -115,6 +132,7 @@ class IngressApp:
             refresh_metrics=refresh_metrics,
             tenants=self._tenants,
             seats=self._seats,
+            tools=self._tools,
             idempotency=IdempotencyKeys(
                 lambda: self._backend.keys,
                 owner=self._me.incarnation,
@@ -155,6 +173,8 @@ class IngressApp:
         if self._watch_keys is not None:
             self._watch_keys.cancel()
         await self._backend.close()
+        if self._tools is not None:
+            await self._tools.close()
 
     def set_view(self, view: ClusterView) -> None:
         """Takes a newer membership."""

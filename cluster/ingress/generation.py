@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from cluster.core import attempt_events as ev
-from cluster.core.attempts import RequestMachine
+from cluster.core.attempts import Phase, RequestMachine
 from cluster.ingress.api.backend import (
     CancelReason,
     Ended,
@@ -146,8 +146,15 @@ class RunningRequest(Generation):
     def delivered(self, num_tokens: int) -> None:
         self.step(ev.Delivered(now_ns=self._clock_ns(), num_tokens=num_tokens))
 
-    def completed(self) -> None:
-        self.step(ev.Completed(now_ns=self._clock_ns()))
+    def completed(self, *, rest: str = "") -> None:
+        self.step(ev.Completed(now_ns=self._clock_ns(), rest=rest))
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.machine.phase is Phase.CANCELLED
+
+    def note(self, event: str, **fields: Any) -> None:
+        self.machine.journal.note(self._clock_ns(), event, len(self.machine.attempts), **fields)
 
     async def finish_stop(self) -> None:
         self.step(ev.StopMatched(now_ns=self._clock_ns()))

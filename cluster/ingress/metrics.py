@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from cluster.ingress.tools.metrics import ToolMetrics
+
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
@@ -86,6 +88,7 @@ class IngressMetrics:
         )
         for code in CAPACITY_CODES:
             self.capacity_refusals.labels(code)
+        self.tools = ToolMetrics(self.registry)
 
     def count_error(self, status: int, code: str | None) -> None:
         """Counts an answer with an error status, or one that failed with it after its headers."""

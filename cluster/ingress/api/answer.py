@@ -19,6 +19,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any
 
+import msgspec
+
+from cluster.core.tool_events import action_key
 from cluster.ingress.api.backend import CancelReason, Ended, GenerationEvent, Interrupted, Restarted, TokenBatch
 from cluster.ingress.api.choice import Choice, Merge
 from cluster.ingress.api.errors import ApiError, UpstreamFailed, as_api_error
@@ -54,6 +57,7 @@ class Answer(ABC):
         hold: KeyHold | None = None,
         client_retries: int = 0,
         request_class: str | None = None,
+        salt: bytes = b"",
     ) -> None:
         self._services = services
         self._plan = plan
@@ -63,11 +67,18 @@ class Answer(ABC):
         self._arrived_s = arrived_s
         self._hold = hold
         self._client_retries = client_retries
+        self._salt = salt
         self._request_class = request_class
         self._waited_s = 0.0
         """For a seat."""
         self._choices = [
-            Choice(index, plan, services.tokenizer.table, call_ids=partial(_call_id, request_id, index))
+            Choice(
+                index,
+                plan,
+                services.tokenizer.table,
+                call_ids=partial(_call_id, request_id, index),
+                action_keys=partial(action_key, tenant, request_id),
+            )
             for index in range(plan.num_choices)
         ]
         self._is_open = False
@@ -207,8 +218,8 @@ class Answer(ABC):
 
     async def _submit(self, choice: Choice) -> None:
         choice.generation = await self._services.backend.submit(
-            self._plan.spec_of(choice.index),
-            request_id=request_id_of_choice(self._request_id, choice.index),
+            msgspec.structs.replace(self._plan.spec_of(choice.index), tenant_salt=self._salt),
+            request_id=self._id_of(choice),
             stream=self._plan.stream,
             label=self._label,
             tenant=self._tenant,
@@ -217,13 +228,21 @@ class Answer(ABC):
             waited_s=self._waited_s,
         )
 
+    def _id_of(self, choice: Choice) -> str:
+        """Returns the id under which a choice is journalled."""
+        return request_id_of_choice(self._request_id, choice.index)
+
     async def _consume(self, send: Send) -> str:
-        """Takes events of all choices until the last has ended; returns the outcome."""
-        events = Merge()
+        """Waits for a seat, then runs to the end; returns the outcome."""
         seats = self._services.seats
         if seats is not None:
             class_name = seats.check_class(self._request_class)
             self._waited_s = await seats.take(self._request_id, class_name, num_seats=len(self._choices))
+        return await self._generate(send)
+
+    async def _generate(self, send: Send) -> str:
+        """Takes events of all choices until the last has ended; returns the outcome."""
+        events = Merge()
         await self._submit(self._choices[0])
         events.add(self._choices[0])
         try:

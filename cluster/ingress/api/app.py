@@ -12,14 +12,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cluster.ingress.api.answer import Receive, Send, request_id_of_choice
+from cluster.ingress.api.answer import Answer, Receive, Send, request_id_of_choice
 from cluster.ingress.api.backend import Backend
 from cluster.ingress.api.errors import (
     ApiError,
@@ -32,7 +31,7 @@ from cluster.ingress.api.errors import (
 )
 from cluster.ingress.api.header_limits import HeaderLimits
 from cluster.ingress.api.idempotency import HEADER as IDEMPOTENCY_HEADER
-from cluster.ingress.api.idempotency import KeyHold, check_key
+from cluster.ingress.api.idempotency import KeyHold, check_key, digest_of_body
 from cluster.ingress.api.identity import RequestIdentity, request_id_of
 from cluster.ingress.api.openapi import openapi_document
 from cluster.ingress.api.parse import ClientGone, parse, read_body
@@ -44,8 +43,10 @@ from cluster.ingress.api.status_page import status_page_routes
 from cluster.ingress.api.stream import StreamedAnswer
 from cluster.ingress.api.tenants import KeyCheck, tenant_of_scope
 from cluster.ingress.api.tokenizer import TokenizerBundle
+from cluster.ingress.api.tool_answer import MAX_ROUNDS, StreamedToolAnswer, WholeToolAnswer, request_id_of_round
 from cluster.ingress.api.whole import WholeAnswer
 from cluster.ingress.api.wire import Model, ModelList, encode_json
+from cluster.ingress.tools.service import Opening, ToolSession
 from cluster.ledger.key_store import KeyRow
 from kvstore.errors import KopirError
 
@@ -116,23 +117,55 @@ class GenerationEndpoint:
             )
         except ClientGone:
             return
+        key, session = headers.get(IDEMPOTENCY_HEADER), None
         if self._kind is ChatRequest:
-            plan = await self._planner.chat(parse(body, ChatRequest))
+            request = parse(body, ChatRequest)
+            session = None if request.server_tools is None else self._session(scope, request, key)
+            plan = await (self._planner.chat(request) if session is None else session.first_plan())
         else:
             plan = await self._planner.completion(parse(body, CompletionRequest))
         hold: KeyHold | None = None
-        if (key := headers.get(IDEMPOTENCY_HEADER)) is not None:
+        if key is not None:
             claimed = await self._claim(scope, key, body)
             if isinstance(claimed, KeyRow):
                 await _replay(claimed, send)
                 return
             hold = claimed
         try:
-            await self._answer(scope, receive, send, plan, hold, arrived_s)
-        except BaseException:
+            if session is not None:
+                plan = await session.open(self._opening(scope, key, body), plan)
+            await self._answer(scope, receive, send, plan, hold, arrived_s, session)
+        except BaseException as error:
             if hold is not None:
                 await asyncio.shield(hold.release())
+            if session is not None and session.has_intent and isinstance(error, KopirError):
+                # A tool may have done its work: whether to ask again is for the client to decide, not its library.
+                error = as_api_error(error)
+                error.should_retry = False
+                raise error from None
             raise
+
+    def _session(self, scope: Scope, request: ChatRequest, key: str | None) -> ToolSession:
+        services = self._services
+        if services.tools is None:
+            raise InvalidRequest(
+                "server_tools: this server has no tools.", param="server_tools", code="unsupported_parameter"
+            )
+        return services.tools.session(
+            request,
+            tenant=tenant_of_scope(scope).name,
+            has_key=key is not None,
+            planner=self._planner,
+            model=services.backend.system_fingerprint or services.backend.model_id,
+        )
+
+    def _opening(self, scope: Scope, key: str | None, body: bytes) -> Opening:
+        return Opening(
+            tenant=tenant_of_scope(scope).name,
+            key=key,
+            body_digest=digest_of_body(scope["path"], body),
+            request_id=request_id_of(scope),
+        )
 
     async def _claim(self, scope: Scope, key: str, body: bytes) -> KeyHold | KeyRow:
         check_key(key)
@@ -143,18 +176,28 @@ class GenerationEndpoint:
         )
 
     async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, plan: AnswerPlan, hold: KeyHold | None, arrived_s: float
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        plan: AnswerPlan,
+        hold: KeyHold | None,
+        arrived_s: float,
+        session: ToolSession | None,
     ) -> None:
         services, headers = self._services, Request(scope).headers
         tenant, request_id = tenant_of_scope(scope), request_id_of(scope)
-        spec = msgspec.structs.replace(plan.spec, tenant_salt=tenant.salt)
-        answer = (StreamedAnswer if plan.stream else WholeAnswer)(
+        kind: Callable[..., Answer] = StreamedAnswer if plan.stream else WholeAnswer
+        if session is not None:
+            kind = partial(StreamedToolAnswer if plan.stream else WholeToolAnswer, session=session)
+        answer = kind(
             services,
-            msgspec.structs.replace(plan, spec=spec),
+            plan,
             request_id=request_id,
             # Behind the proxy the client's own id arrives under another name, see ``proxy_edge``.
             label=_label(headers.get("x-kopir-label", headers.get("x-request-id"))),
             tenant=tenant.name,
+            salt=tenant.salt,
             client_retries=_client_retries(headers.get("x-stainless-retry-count")),
             arrived_s=arrived_s,
             hold=hold,
@@ -222,13 +265,13 @@ class InfoEndpoints:
         record = await ask(request_id, tenant=tenant) if _REQUEST_ID.fullmatch(request_id) else None
         if record is None:
             raise NotFound(f"No request {echo(request_id)} is known.", param="request_id", code="request_not_found")
-        others = []
-        for index in range(1, MAX_CHOICES):
-            other = await ask(request_id_of_choice(request_id, index), tenant=tenant)
-            if other is None:
-                break
-            others.append(other)
-        return _json(record | {"choices": others} if others else record)
+        found = {
+            "choices": await _others(ask, partial(request_id_of_choice, request_id), MAX_CHOICES, tenant),
+            "rounds": await _others(ask, partial(request_id_of_round, request_id), MAX_ROUNDS, tenant),
+        }
+        if self._services.tools is not None:
+            found["tool_calls"] = await self._services.tools.calls_of_request(request_id, tenant=tenant)
+        return _json(record | {name: parts for name, parts in found.items() if parts})
 
 
 def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Any], Coroutine[Any, Any, Response]]]:
@@ -260,6 +303,18 @@ def _error_handlers(services: Services) -> dict[Any, Callable[[Request, Any], Co
         return response
 
     return {KopirError: expected, HTTPException: routing, Exception: unexpected}
+
+
+async def _others(
+    ask: Callable[..., Awaitable[dict[str, Any] | None]], id_of: Callable[[int], str], most: int, tenant: str
+) -> list[dict[str, Any]]:
+    """Returns the records of what a request consists of besides its first part, up to the first that is not there."""
+    found = []
+    for index in range(1, most):
+        if (record := await ask(id_of(index), tenant=tenant)) is None:
+            break
+        found.append(record)
+    return found
 
 
 def _count_error(services: Services, error: ApiError) -> None:

@@ -29,9 +29,17 @@ from msgspec import Struct
 from kvstore.core.messages import GenerationSpec, TokenLogprobs
 
 InterruptReason = Literal[
-    "worker_exited", "network_cut", "lease_expired", "engine_fault", "deadline", "shutdown", "cancelled"
+    "worker_exited",
+    "network_cut",
+    "lease_expired",
+    "engine_fault",
+    "deadline",
+    "shutdown",
+    "cancelled",
+    "tool_outcome_unknown",
 ]
-"""The reasons of the contract, and ``cancelled``: the request was stopped by its id while its client still read."""
+"""The reasons of the contract; ``cancelled``: the request was stopped by its id while its client still read;
+``tool_outcome_unknown``: a tool call of the gateway needs a person."""
 FinishReason = Literal["stop", "length"]
 CancelReason = Literal["client_gone", "cancelled", "gateway_fault"]
 
@@ -122,8 +130,19 @@ class Generation(ABC):
         """The text of the first ``num_tokens`` tokens has been written in full. Never goes down; cheap."""
 
     @abstractmethod
-    def completed(self) -> None:
-        """The end of the answer (``[DONE]`` or the whole body) was written. Called at most once, as the last call."""
+    def completed(self, *, rest: str = "") -> None:
+        """The end of the answer (``[DONE]`` or the whole body) was written. Called at most once, as the last call.
+
+        ``rest`` says why tokens that were not delivered were not, where that is no loss.
+        """
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True when it was stopped by its id."""
+        return False
+
+    def note(self, event: str, **fields: Any) -> None:  # noqa: B027
+        """Writes something that happened to this request into its journal, where the backend has one."""
 
     @abstractmethod
     async def finish_stop(self) -> None:

@@ -48,10 +48,17 @@ class ChatTemplate:
         if self._knows_tools and TAGGED.trigger not in source:
             self.tool_format = BARE if '"parameters":' in source else None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        unix_s: float | None = None,
+    ) -> str:
         """Returns the prompt, ending where the assistant begins to speak.
 
-        A template that knows no tools gets them, and earlier calls, as text of the messages.
+        A template that knows no tools gets them, and earlier calls, as text of the messages. ``unix_s`` stops the
+        template's clock, so that a prompt can be made again as it was.
 
         Raises: BadInput when the template cannot render these messages (for example: roles must alternate).
         """
@@ -64,6 +71,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=True,
                 **self._special_tokens,
+                **({} if unix_s is None else {"strftime_now": datetime.fromtimestamp(unix_s).strftime}),
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
             raise BadInput("messages", len(messages), f"the model's chat template refuses them: {error}") from error

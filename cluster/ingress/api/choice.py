@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
+from msgspec import UNSET, UnsetType
+
 from cluster.ingress.api.backend import Generation, GenerationEvent, TokenBatch
 from cluster.ingress.api.errors import ApiError
 from cluster.ingress.api.plan import AnswerPlan
@@ -25,8 +27,16 @@ from kvstore.errors import ProtocolError
 class Choice:
     """One answer while it runs. ``generation`` is set once it was submitted."""
 
-    def __init__(self, index: int, plan: AnswerPlan, table: TokenTable, *, call_ids: Callable[[int], str]) -> None:
-        """``call_ids(n)`` names the n-th tool call of this choice."""
+    def __init__(
+        self,
+        index: int,
+        plan: AnswerPlan,
+        table: TokenTable,
+        *,
+        call_ids: Callable[[int], str],
+        action_keys: Callable[[str], str | UnsetType] = lambda call_id: UNSET,
+    ) -> None:
+        """``call_ids(n)`` names the n-th tool call of this choice, ``action_keys(id)`` the action of a call."""
         self.index = index
         self.generation: Generation | None = None
         self.finish: FinishReason | None = None
@@ -38,6 +48,7 @@ class Choice:
         self._plan = plan
         self._table = table
         self._call_ids = call_ids
+        self._action_keys = action_keys
         self._text = self._fresh_text()
         self._parser = self._fresh_parser()
         self._num_shown = 0
@@ -108,6 +119,12 @@ class Choice:
         self._num_scored += len(due)
         return due
 
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether its answer asks for calls, and none was cut off."""
+        parser = self._parser
+        return self.finish == "tool_calls" and parser is not None and parser.num_calls == parser.num_complete
+
     def mark_first_delta(self) -> None:
         """Crosses the boundary, once."""
         if not self.is_marked:
@@ -130,7 +147,7 @@ class Choice:
         if self._plan.tools is None:
             return None
         names = [function.name for function in self._plan.tools.functions]
-        return ToolCallParser(self._plan.tool_format, names, make_id=self._call_ids)
+        return ToolCallParser(self._plan.tool_format, names, make_id=self._call_ids, make_key=self._action_keys)
 
     def _fresh_text(self) -> AnswerText:
         return AnswerText(self._table, stop_token_ids=frozenset(self._plan.spec.stop_token_ids), stops=self._plan.stops)

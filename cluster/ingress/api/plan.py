@@ -79,8 +79,8 @@ class Planner:
         self._tokenizer = tokenizer
         self._random_seed = random_seed
 
-    async def chat(self, request: ChatRequest) -> AnswerPlan:
-        """Raises: InvalidRequest, NotFound."""
+    async def chat(self, request: ChatRequest, *, unix_s: float | None = None) -> AnswerPlan:
+        """``unix_s`` is the time that the template sees, None: now. Raises: InvalidRequest, NotFound."""
         self._check_model(request)
         if request.top_logprobs is not None and not request.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs to be true.", param="top_logprobs")
@@ -92,7 +92,7 @@ class Planner:
         messages = [plain_message(message, index) for index, message in enumerate(request.messages)]
         # With tool_choice "none" the model still sees the tools: earlier calls make sense to it.
         tools = [plain_tool(tool) for tool in request.tools or ()]
-        text = self._tokenizer.render(messages, tools)
+        text = self._tokenizer.render(messages, tools, unix_s=unix_s)
         token_ids = await self._encode(text, param="messages", add_special_tokens=False)
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
         grammar = await self._grammar(request, rules, form)

@@ -99,6 +99,8 @@ class ToolCall(Struct, forbid_unknown_fields=True, tag_field="type", tag="functi
     id: Label
     function: FunctionCall
     index: int | None = None
+    idempotency_key: Label | None = None
+    """As an answer of this server had it; nothing is read from it."""
 
 
 class AssistantMessage(Struct, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
@@ -225,6 +227,8 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     tools: Annotated[list[Tool], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    server_tools: Annotated[list[FunctionName], Meta(min_length=1, max_length=MAX_TOOLS)] | None = None
+    """Names of tools that this server runs itself; an extension (see docs/tools.md)."""
     functions: None = None
     function_call: None = None
     audio: None = None

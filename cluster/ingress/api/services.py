@@ -14,6 +14,7 @@ from cluster.ingress.api.seats import Seats
 from cluster.ingress.api.tenants import Tenants
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.metrics import IngressMetrics
+from cluster.ingress.tools.service import ToolService
 
 MIB = 1 << 20
 
@@ -54,6 +55,8 @@ class Services:
     """None: everybody starts at once."""
     idempotency: IdempotencyKeys | None = None
     """None: requests with an idempotency key are refused."""
+    tools: ToolService | None = None
+    """None: requests with server-side tools are refused."""
     monotonic_s: Callable[[], float] = time.monotonic
     unix_s: Callable[[], float] = time.time
     random_seed: Callable[[], int] = _random_seed

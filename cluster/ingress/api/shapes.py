@@ -110,7 +110,11 @@ def joined_calls(pieces: Sequence[Piece]) -> list[ToolCall]:
             arguments.append([])
         arguments[delta.index].append(delta.function.arguments)
     return [
-        ToolCall(id=str(head.id), function=FunctionCall(str(head.function.name), "".join(parts)))
+        ToolCall(
+            id=str(head.id),
+            function=FunctionCall(str(head.function.name), "".join(parts)),
+            idempotency_key=head.idempotency_key,
+        )
         for head, parts in zip(heads, arguments, strict=True)
     ]
 

@@ -92,6 +92,11 @@ class StreamedAnswer(Answer):
             # Tokens without text of their own count once everything before them is out.
             choice.started.delivered(choice.num_delivered)
 
+    async def _flush(self, send: Send, choice: Choice) -> None:
+        """Writes what is held. To be awaited where no event of the stream follows for a while."""
+        if self._held:
+            await self._write(send, choice, b"", more=True)
+
     def _may_hold(self, choice: Choice, data: bytes) -> bool:
         """One write of many events costs little more than of one. What is held counts as delivered once it is out."""
         return (

@@ -65,8 +65,16 @@ class TokenizerBundle:
         form = TAGGED if self._template is None else self._template.tool_format
         return None if form is None or form.trigger in self.table.special_names else form
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        unix_s: float | None = None,
+    ) -> str:
         """Returns the text of a chat prompt; what clients wrote in it holds no control token (see ``control_text``).
+
+        ``unix_s`` is the time that the template sees; None: now.
 
         Raises: BadInput when there is no template or it refuses the messages.
         """
@@ -74,7 +82,9 @@ class TokenizerBundle:
             raise BadInput("messages", len(messages), "this model has no chat template; use /v1/completions")
         disarm = self.control_text.disarm
         return self._template.render(
-            [disarm(dict(message)) for message in messages], [disarm(dict(tool)) for tool in tools]
+            [disarm(dict(message)) for message in messages],
+            [disarm(dict(tool)) for tool in tools],
+            unix_s=unix_s,
         )
 
     def encode_now(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Final
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from cluster.ingress.api.wire import Piece, ToolCallDelta
 
@@ -54,13 +54,21 @@ class _At(Enum):
 
 
 class ToolCallParser:
-    """Takes the text of one answer, gives text and calls. ``make_id(n)`` names the n-th call.
+    """Takes the text of one answer, gives text and calls. ``make_id(n)`` names a call, ``make_key(id)`` its action.
 
     White space around calls is layout and not shown. Text that may become the trigger is held back.
     """
 
-    def __init__(self, form: ToolFormat, names: Sequence[str], *, make_id: Callable[[int], str]) -> None:
+    def __init__(
+        self,
+        form: ToolFormat,
+        names: Sequence[str],
+        *,
+        make_id: Callable[[int], str],
+        make_key: Callable[[str], str | UnsetType] = lambda call_id: UNSET,
+    ) -> None:
         self._form = form
+        self._make_key = make_key
         self._heads = {form.begin(name): name for name in names}
         self._make_id = make_id
         self._at = _At.TEXT
@@ -128,7 +136,8 @@ class ToolCallParser:
         for head, name in self._heads.items():
             if self._held.startswith(head):
                 self._held = self._held[len(head) :]
-                calls.append(ToolCallDelta.first(self.num_calls, self._make_id(self.num_calls), name))
+                call_id = self._make_id(self.num_calls)
+                calls.append(ToolCallDelta.first(self.num_calls, call_id, name, self._make_key(call_id)))
                 self.num_calls += 1
                 self._at, self._depth, self._in_string, self._is_escaped = _At.ARGUMENTS, 0, False, False
                 return True

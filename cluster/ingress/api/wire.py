@@ -26,10 +26,13 @@ class ToolCallDelta(Struct, frozen=True, kw_only=True):
     id: str | UnsetType = UNSET
     type: Literal["function"] | UnsetType = UNSET
     function: FunctionDelta
+    idempotency_key: str | UnsetType = UNSET
+    """For the action that the client takes; with the first piece only."""
 
     @classmethod
-    def first(cls, index: int, call_id: str, name: str) -> ToolCallDelta:
-        return cls(index=index, id=call_id, type="function", function=FunctionDelta(name=name, arguments=""))
+    def first(cls, index: int, call_id: str, name: str, key: str | UnsetType = UNSET) -> ToolCallDelta:
+        function = FunctionDelta(name=name, arguments="")
+        return cls(index=index, id=call_id, type="function", function=function, idempotency_key=key)
 
     @classmethod
     def more(cls, index: int, arguments: str) -> ToolCallDelta:
@@ -47,6 +50,7 @@ class ToolCall(Struct, frozen=True, kw_only=True):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    idempotency_key: str | UnsetType = UNSET
 
 
 class Piece(Struct, frozen=True):

@@ -63,6 +63,7 @@ class FakeGeneration(Generation):
         self._script = list(script)
         self._cached_tokens = cached_tokens
         self.calls: list[Any] = []
+        self.notes: list[tuple[str, dict[str, Any]]] = []
         self.over = asyncio.Event()
         """Set by completed, cancel, or an interruption that was handed out."""
 
@@ -102,9 +103,12 @@ class FakeGeneration(Generation):
     def delivered(self, num_tokens: int) -> None:
         self.calls.append(("delivered", num_tokens))
 
-    def completed(self) -> None:
-        self.calls.append("completed")
+    def completed(self, *, rest: str = "") -> None:
+        self.calls.append(("completed", rest) if rest else "completed")
         self.over.set()
+
+    def note(self, event: str, **fields: Any) -> None:
+        self.notes.append((event, fields))
 
     async def finish_stop(self) -> None:
         self.calls.append("finish_stop")
@@ -135,6 +139,7 @@ class FakeBackend(Backend):
         self.submit_cancelled = asyncio.Event()
         self.specs: list[GenerationSpec] = []
         self.labels: list[str | None] = []
+        self.request_ids: list[str] = []
         self.client_retries: list[int] = []
         self.generations: list[FakeGeneration] = []
         self.cache_keys: list[str | None] = []
@@ -163,6 +168,7 @@ class FakeBackend(Backend):
         self.cache_keys.append(cache_key)
         self.specs.append(spec)
         self.labels.append(label)
+        self.request_ids.append(request_id)
         try:
             for step in self.submit_steps:
                 if isinstance(step, Gate):

@@ -129,6 +129,13 @@ async def test_a_whole_answer_with_calls(world: World) -> None:
     ]
     ids = [call["id"] for call in message["tool_calls"]]
     assert len(set(ids)) == 2 and all(call_id.startswith("call_") for call_id in ids)
+    request_id = world.backend.request_ids[-1]
+    keys = [call["idempotency_key"] for call in message["tool_calls"]]
+    assert keys == [f"default:{request_id}:{call_id}" for call_id in ids], "one for each action of the client's"
+    play(world, "fine")
+    told = [{"role": "tool", "tool_call_id": call_id, "content": "ok"} for call_id in ids]
+    again = await world.chat(messages=[USER, message, *told], tools=TOOLS)
+    assert again.status_code == 200, "a message may come back as it went out"
     assert body["choices"][0]["finish_reason"] == "tool_calls"
     assert body["usage"]["completion_tokens"] == len(token_ids)
 
@@ -140,7 +147,9 @@ async def test_a_streamed_answer_with_calls_as_the_client_library_reads_it(world
     deltas = [c["delta"] for e in events(response.content)[:-1] for c in e["choices"]]
     calls = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
     assert all(len(one) == 1 and one[0]["index"] == 0 for one in calls)
-    assert {"id", "type", "index", "function"} == set(calls[0][0])
+    assert {"id", "type", "index", "function", "idempotency_key"} == set(calls[0][0])
+    request_id, call_id = response.headers["x-request-id"], calls[0][0]["id"]
+    assert calls[0][0]["idempotency_key"] == f"default:{request_id}:{call_id}"
     assert all(set(one[0]) == {"index", "function"} for one in calls[1:])
     assert "".join(delta.get("content", "") for delta in deltas) == "I look."
     play(world, CALL)
