@@ -1,8 +1,8 @@
 """A tool over HTTP with a log of its own: what it really did, whatever its callers think.
 
 Owns a server on loopback in threads of this process. ``POST /NAME`` acts; a name in ``remembers`` acts once for each
-idempotency key and gives the first answer again. ``GET /NAME/by-key/KEY`` says what became of a key. ``plans`` makes the
-next calls of a name go wrong.
+idempotency key and gives the first answer again. ``GET /NAME/by-key/KEY`` says what became of a key. ``plans`` makes
+the next calls of a name go wrong.
 """
 
 from __future__ import annotations

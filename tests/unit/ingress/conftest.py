@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from cluster.ingress.api.services import ApiLimits
 from cluster.ingress.api.tenants import Tenants
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.metrics import IngressMetrics
+from cluster.ingress.tools.service import ToolService
 
 from .fakes import MODEL_ID, FakeBackend, Step, batches, make_bundle, make_tokenizer
 
@@ -109,6 +110,12 @@ def seats() -> Seats | None:
 
 
 @pytest.fixture
+def tools() -> Callable[[IngressMetrics], ToolService] | None:
+    """No server-side tools. A module that wants some has a fixture of this name."""
+    return None
+
+
+@pytest.fixture
 def limits() -> ApiLimits:
     """What one client may send. A module that wants other limits has a fixture of this name."""
     return ApiLimits(max_body_bytes=MAX_BODY_BYTES)
@@ -121,6 +128,7 @@ async def world(
     tenants: Tenants,
     idempotency: IdempotencyKeys | None,
     seats: Seats | None,
+    tools: Callable[[IngressMetrics], ToolService] | None,
     limits: ApiLimits,
 ) -> AsyncIterator[World]:
     metrics = IngressMetrics()
@@ -134,6 +142,7 @@ async def world(
         tenants=tenants,
         seats=seats,
         idempotency=idempotency,
+        tools=None if tools is None else tools(metrics),
     )
     async with serve_app(app) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
         yield World(

@@ -506,9 +506,3 @@ async def test_nothing_secret_is_written_down(
     for secret in ("s3cr3t", "secret-words", server.url):
         assert not any(secret in text for text in told), secret
     assert not any("A7" in text for text in told[3:-3]), "arguments are nobody's business"
-
-
-async def test_a_server_without_tools_says_so(world: World) -> None:
-    """See the module below for one that has none; here, that an unknown field is still unknown."""
-    response = await ask(world, server_tool=["book"])
-    assert response.status_code == 400 and response.json()["error"]["code"] == "unknown_parameter"

@@ -194,3 +194,11 @@ async def test_the_same_text_without_tools_is_content(world: World) -> None:
     message = (await world.chat()).json()["choices"][0]["message"]
     assert message["content"] == CALL
     assert "tool_calls" not in message
+
+
+async def test_a_server_without_tools_of_its_own_says_so(world: World) -> None:
+    """400 that names the field; nothing is generated."""
+    response = await world.chat(server_tools=["book"])
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "server_tools", "unsupported_parameter")
+    assert not world.backend.specs
