@@ -1,6 +1,7 @@
 """Worker processes killed at random over the whole life of requests: nothing doubled, lost, made up or left held.
 
-A slice here; ``make soak`` runs 450 kills with the paced engine and 50 with the packaged model.
+A slice here; ``make soak`` runs 450 kills with the paced engine and 50 with the packaged model, and
+writes what came of them to ``bench/results/kills-paced.json`` and ``kills-model.json``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 
 from bench.kills import KillRun, Seen, check, read
 from bench.process_cluster import ProcessCluster
+from bench.report import Report
 from cluster.config import load
 from kvstore.core.messages import GenerationSpec
 from workers.engine import Engine
@@ -27,6 +29,7 @@ MAX_LEN = 512
 MakeProcesses = Callable[..., ProcessCluster]
 NUM_PACED = int(os.environ.get("KOPIR_SOAK_KILLS_PACED", "6"))
 NUM_REAL = int(os.environ.get("KOPIR_SOAK_KILLS_REAL", "1"))
+SOAK_KILLS = 50
 SEED = int(os.environ.get("KOPIR_SOAK_SEED", "1"))
 TWO_PAIRS = ("workers.prefill.replicas=2", "workers.decode.replicas=2", "attempts.cluster_retry_tokens_per_s=100")
 PACED = ("workers.engine=paced", "workers.paced.step_ms=4", "workers.paced.prefill_ms_per_token=0.3")
@@ -48,6 +51,20 @@ async def make_processes() -> AsyncIterator[MakeProcesses]:
         await cluster.close()
 
 
+def tell(run: KillRun, num_kills: int, engine: str) -> None:
+    """Prints what came of the kills; a long run leaves it as a file, too. Every round has been checked by then."""
+    row = {"engine": engine, "num_kills": num_kills, "requests": run.endings.total(), "endings": dict(run.endings)}
+    row |= {"num_restarts": run.num_restarts, "phases_hit": dict(run.phases_hit)}
+    print(row)
+    if num_kills >= SOAK_KILLS:
+        report = Report.start("kills", seed=SEED)
+        report.rows.append(row)
+        report.notes.append(
+            "each request checked: tokens, end, attempts, journal, publishing spans; each worker at rest"
+        )
+        report.write_json(Path(f"bench/results/kills-{engine}.json"))
+
+
 @pytest.mark.timeout(3600)
 async def test_kills_with_the_paced_engine(make_processes: MakeProcesses, model_folder: Path) -> None:
     """Two pairs, four requests at a time, one kill each round; every token is known, every block comes back."""
@@ -60,7 +77,7 @@ async def test_kills_with_the_paced_engine(make_processes: MakeProcesses, model_
     run = KillRun(cluster, expected, SEED)
     for number in range(NUM_PACED):
         await run.round(number)
-    print(f"kills={NUM_PACED} endings={dict(run.endings)} restarts={run.num_restarts} hit={dict(run.phases_hit)}")
+    tell(run, NUM_PACED, "paced")
     assert run.endings["finished"] > 0
     if NUM_PACED >= 100:
         assert run.num_restarts > 0 and run.endings["interrupted"] > 0
@@ -92,7 +109,7 @@ async def test_kills_with_the_packaged_model(make_processes: MakeProcesses, mode
     run = KillRun(cluster, expected, SEED, num_requests=2, max_tokens=(1, 40), spread_s=1.5)
     for number in range(NUM_REAL):
         await run.round(number)
-    print(f"kills={NUM_REAL} endings={dict(run.endings)} restarts={run.num_restarts} hit={dict(run.phases_hit)}")
+    tell(run, NUM_REAL, "model")
     assert run.endings["finished"] > 0
 
 
