@@ -223,6 +223,8 @@ class RelayBackend(Backend):
                 lambda: request.step(ev.DeadlineReached(now_ns=self._clock_ns())),
             )
         self.route(request, ())
+        # Long before anything can be sent: the successor of an ingress that dies knows whom it owed an answer.
+        self._tell(request)
         return request
 
     def _machine(
@@ -299,9 +301,12 @@ class RelayBackend(Backend):
         while True:
             await asyncio.sleep(PROGRESS_S)
             for request in tuple(self._running.values()):
-                machine = request.machine
-                told = (request.request_id, machine.phase.value, machine.first_delta_sent, machine.num_delivered)
-                self._book.running(request.tenant, request.record, told)
+                self._tell(request)
+
+    def _tell(self, request: RunningRequest) -> None:
+        machine = request.machine
+        told = (request.request_id, machine.phase.value, machine.first_delta_sent, machine.num_delivered)
+        self._book.running(request.tenant, request.record, told)
 
     async def _watch_leases(self) -> None:
         """Ends what no broken link tells of: the sides whose holder has not asked for a whole lease."""
