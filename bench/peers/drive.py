@@ -2,7 +2,7 @@
 
 Throughputs of NIXL and ours are those of a reader that knows that the bytes are there; Mooncake's is a ``get``, Ray's
 a value handed from actor to actor. Ours beside Mooncake and Ray is verified and includes the sender's call and the
-control message. NIXL reads with 8 descriptors, memory registered once, in whichever of its settings reads fastest.
+control message. NIXL reads 64 MiB or more at a time out of registered memory, in its fastest setting.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Aim:
 
 
 AIMS = (
-    Aim("same_host_1MiB_vs_nixl_read", "nixl", MIB, 8, 0.95, True),
-    Aim("same_host_4MiB_vs_nixl_read", "nixl", 4 * MIB, 8, 0.95, True),
+    Aim("same_host_1MiB_vs_nixl_read", "nixl", MIB, 64, 0.95, True),
+    Aim("same_host_4MiB_vs_nixl_read", "nixl", 4 * MIB, 16, 0.95, True),
     Aim("same_host_16MiB_vs_nixl_read", "nixl", 16 * MIB, 8, 0.95, True),
     Aim("same_host_4MiB_verified_vs_mooncake_get", "mooncake", 4 * MIB, 1, 3.0, False),
     Aim("same_host_4MiB_verified_vs_ray_objects", "ray", 4 * MIB, 1, 10.0, False),

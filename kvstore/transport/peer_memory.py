@@ -81,7 +81,12 @@ class PeerMemory:
 
         The bytes mean something only once ``check_alive`` has passed. Raises: PeerLost.
         """
-        self.copy_all([(into, source, num_bytes)])
+        done = 0
+        while done < num_bytes:
+            size = num_bytes - done
+            _IOVEC.pack_into(self._into, 0, into + done, size)
+            _IOVEC.pack_into(self._from, 0, source + done, size)
+            done += self._call(1)
 
     def copy_all(self, segments: Sequence[Segment]) -> None:
         """Copies up to ``SEGMENTS_MAX`` segments in as few calls as the kernel allows, see ``copy``."""
@@ -92,12 +97,15 @@ class PeerMemory:
             format = f"{len(words_into)}N"
             struct.pack_into(format, self._into, 0, *words_into)
             struct.pack_into(format, self._from, 0, *words_from)
-            count = len(segments)
-            got = self._read(self._pid, self._into_pointer, count, self._from_pointer, count, 0)
-            if got <= 0:
-                reason = os.strerror(ctypes.get_errno()) if got < 0 else "nothing to read"
-                raise PeerLost(f"the memory of process {self._pid} cannot be read: {reason}")
-            segments = _after(segments, got)
+            segments = _after(segments, self._call(len(segments)))
+
+    def _call(self, count: int) -> int:
+        """Returns how many bytes the kernel copied. Raises: PeerLost when none."""
+        got: int = self._read(self._pid, self._into_pointer, count, self._from_pointer, count, 0)
+        if got <= 0:
+            reason = os.strerror(ctypes.get_errno()) if got < 0 else "nothing to read"
+            raise PeerLost(f"the memory of process {self._pid} cannot be read: {reason}")
+        return got
 
     def check_alive(self) -> None:
         """Raises: PeerLost when the process has ended, so that its id may mean another one."""

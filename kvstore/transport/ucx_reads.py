@@ -118,12 +118,13 @@ class LinkReads:
         """Offers blocks. A request completes when the peer has read its block, or broken when the link is broken."""
         requests = [DirectRequest() for _ in tags]
         self._sends.update(zip(tags, requests, strict=True))
-        words = [word for tag, buffer in zip(tags, buffers, strict=True) for word in _offer(tag, buffer)]
-        step = OFFERS_PER_MESSAGE * WORDS_PER_OFFER
-        for start in range(0, len(words), step):
-            part = words[start : start + step]
+        for start in range(0, len(requests), OFFERS_PER_MESSAGE):
+            part = slice(start, start + OFFERS_PER_MESSAGE)
+            words = [
+                word for tag, buffer in zip(tags[part], buffers[part], strict=True) for word in _offer(tag, buffer)
+            ]
             try:
-                self._send(_OFFERS, len(part) // WORDS_PER_OFFER, part)
+                self._send(_OFFERS, len(words) // WORDS_PER_OFFER, words)
             except PeerLost:
                 # Not an error of this call: what was offered before can still be read, so every block has its request.
                 self._break_sends()
@@ -165,7 +166,10 @@ class LinkReads:
             if receives[0].buffer.nbytes > READ_PIECE_BYTES:
                 receives[0].read_in_pieces(self._memory, segments[0][1])
                 continue
-            self._memory.copy_all(segments)
+            if len(segments) == 1:
+                self._memory.copy(*segments[0])
+            else:
+                self._memory.copy_all(segments)
             for receive in receives:
                 receive.fold()
         # Asked once for all of them, after the last copy: what lives now lived all the while.

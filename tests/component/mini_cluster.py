@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,8 @@ class MiniCluster:
         self.store: StoreHost | None = None
         self.host_blocks = 256
         self.disk: DiskPlan | None = None
-        """Both are read by ``start``."""
+        self.relay_through: Callable[[str, int], Awaitable[tuple[str, int]]] | None = None
+        """Given the address of the relay, returns the one that workers are told. All three are read by ``start``."""
         self._store_address: tuple[str, int] = ("", 0)
         incarnation = new_incarnation()
         self._me = PeerInfo(
@@ -129,6 +130,8 @@ class MiniCluster:
         )
         self._store_address = await asyncio.to_thread(self.store.start, "127.0.0.1")
         host, port = await self.backend.start("127.0.0.1")
+        if self.relay_through is not None:
+            host, port = await self.relay_through(host, port)
         self.address = IngressAddress(
             ingress_id="ingress-0", incarnation=self._me.incarnation, host=host, port=port, pid=os.getpid()
         )

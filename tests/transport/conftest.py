@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pairs import InprocPair, Pair, UcxPair
 
 from bench.network import Place, cable
+from bench.report import Report
 from kvstore.errors import EnvironmentProblem
 
 UCX_PATHS = [pytest.param(path, marks=pytest.mark.ucx, id=path) for path in ("ucx-local", "ucx-copied", "ucx-network")]
@@ -20,6 +25,7 @@ BACKENDS = ["inproc", *UCX_PATHS]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--repeats", type=int, default=DEFAULT_REPEATS, help="repetitions of each soak test")
+    parser.addoption("--log-faults", type=Path, default=None, help="where a soak writes what it did, as JSON")
 
 
 @pytest.fixture
@@ -27,6 +33,28 @@ def repeats(request: pytest.FixtureRequest) -> int:
     """How often a soak test repeats: a slice by default, all of it with ``pytest tests/transport --repeats 200``."""
     # Without the default, the option is unknown when this folder was not named on the command line.
     return int(request.config.getoption("--repeats", DEFAULT_REPEATS))
+
+
+@pytest.fixture(scope="session")
+def soak_log(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    """One entry per soak test and path; written with ``--log-faults FILE``, together with what was tested."""
+    path: Path | None = request.config.getoption("--log-faults", None)
+    report = Report.start("transport-soak", seed=0)
+    yield report.rows
+    if path is not None and report.rows:
+        report.write_json(path)
+
+
+@pytest.fixture
+def soaked(request: pytest.FixtureRequest, soak_log: list[dict[str, Any]]) -> Iterator[Counter[str]]:
+    """Counts what a soak test did to its pair and what came of it; kept only if the test passes."""
+    counts: Counter[str] = Counter()
+    began = time.monotonic()
+    failed_before = request.session.testsfailed
+    yield counts
+    if request.session.testsfailed == failed_before:
+        seconds = round(time.monotonic() - began, 1)
+        soak_log.append({"test": request.node.name, "seconds": seconds, **dict(sorted(counts.items()))})
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack, nullcontext
 
 import pytest
@@ -24,6 +25,8 @@ LATENESS_S = 1.0
 """What a loaded machine may add to a deadline."""
 
 
+IDLE_S = 2.5
+"""Longer than the transport sleeps at a time, and than UCX takes between two signs of life."""
 UNDISTURBED_S = 10.0
 FAR_PORT = 23_417
 """Of the far side of a cable, in a network namespace of its own."""
@@ -41,7 +44,9 @@ def until_settled(pair: Pair, deadline_s: float = 20.0) -> None:
         wait(0.001)
 
 
-def test_a_sender_stopped_at_any_moment_never_writes_a_settled_slot(soak_pair: Pair, repeats: int) -> None:
+def test_a_sender_stopped_at_any_moment_never_writes_a_settled_slot(
+    soak_pair: Pair, repeats: int, soaked: Counter[str]
+) -> None:
     """Stop in mid-transfer, expire, reassign what is settled, fill, continue: the bytes stay."""
     rng = random.Random(7)
     pair = soak_pair
@@ -69,9 +74,12 @@ def test_a_sender_stopped_at_any_moment_never_writes_a_settled_slot(soak_pair: P
         assert pair.far.results("p") == ["OK"] * len(tags)
         assert pair.near.probe(pair.far_name) == "ok"
         assert all(pair.near.has_only("receive", tag, 42) for tag in tags), f"turn {turn}: a late write"
+        soaked.update(stops=1, blocks=len(tags), fenced_blocks=len(fenced))
 
 
-def test_faults_at_random_moments_end_every_wait_and_leak_nothing(soak_pair: Pair, repeats: int) -> None:
+def test_faults_at_random_moments_end_every_wait_and_leak_nothing(
+    soak_pair: Pair, repeats: int, soaked: Counter[str]
+) -> None:
     """Kill, stop and go on, lose and link again, with blocks under way in both directions."""
     rng = random.Random(11)
     pair = soak_pair
@@ -109,9 +117,30 @@ def test_faults_at_random_moments_end_every_wait_and_leak_nothing(soak_pair: Pai
             pair.replace_far()
             assert pair.link() == ("ok", "ok")
         until_settled(pair)
+        soaked.update((f"fault_{fault}", *results))
 
 
-def test_ten_thousand_flipped_bits_are_all_caught(soak_pair: Pair, repeats: int) -> None:
+def test_a_hand_off_after_a_long_idle_time_is_not_stalled(soak_pair: Pair, repeats: int, soaked: Counter[str]) -> None:
+    """F71: idle for longer than any sleep of the transport, then the blocks of 1,024 tokens: within 2 s each time,
+    and neither side used a tenth of a core meanwhile. 30 times in a soak."""
+    pair = soak_pair
+    for turn in range(max(1, repeats * 3 // 20)):
+        tags = [turn * 100 + index for index in range(64)]
+        before_s, began = (pair.near.cpu_s(), pair.far.cpu_s()), time.monotonic()
+        wait(IDLE_S)
+        used_s = [after - before for after, before in zip((pair.near.cpu_s(), pair.far.cpu_s()), before_s, strict=True)]
+        assert max(used_s) < 0.1 * (time.monotonic() - began), f"turn {turn}: {used_s} s of a core while idle"
+        began = time.monotonic()
+        pair.far.push("p", pair.near_name, tags, 368_640)
+        pair.near.receive("r", pair.far_name, tags, 368_640)
+        assert pair.near.results("r") == pair.far.results("p") == ["OK"] * 64
+        took_s = time.monotonic() - began
+        assert took_s < 2.0, f"turn {turn}: stalled"
+        soaked["hand_offs"] += 1
+        soaked["worst_us"] = max(soaked["worst_us"], round(took_s * 1e6))
+
+
+def test_ten_thousand_flipped_bits_are_all_caught(soak_pair: Pair, repeats: int, soaked: Counter[str]) -> None:
     """50 a turn: with ``--repeats 200`` ten thousand, anywhere in blocks of one piece and of several."""
     rng = random.Random(13)
     for turn in range(repeats):
@@ -121,9 +150,12 @@ def test_ten_thousand_flipped_bits_are_all_caught(soak_pair: Pair, repeats: int)
         soak_pair.far.push_damaged("p", soak_pair.near_name, tags, size, flips)
         soak_pair.near.receive("r", soak_pair.far_name, tags, size)
         assert soak_pair.near.results("r") == ["CORRUPT"] * 50
+        soaked.update(flips=50, caught=50)
 
 
-def test_faults_on_a_cable_end_every_wait_and_leak_nothing(cable_ends: tuple[Place, Place], repeats: int) -> None:
+def test_faults_on_a_cable_end_every_wait_and_leak_nothing(
+    cable_ends: tuple[Place, Place], repeats: int, soaked: Counter[str]
+) -> None:
     """Kill and restart on the same port, stop and go on, cable down and up, drops one way: at random moments, with
     blocks under way in both directions. The near process survives all of it."""
     rng = random.Random(17)
@@ -167,4 +199,5 @@ def test_faults_on_a_cable_end_every_wait_and_leak_nothing(cable_ends: tuple[Pla
                 assert pair.link(20.0) == ("ok", "ok"), f"turn {turn} {fault}"
             until_settled(pair)
             assert pair.near.probe(pair.far_name) == "ok", f"turn {turn} {fault}"
+            soaked.update((f"fault_{fault}", *results))
         assert pair.near.pid() == survivor

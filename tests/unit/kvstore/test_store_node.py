@@ -155,6 +155,32 @@ async def test_f01_a_reader_that_was_stopped_beyond_its_lease_takes_nothing_for_
     assert (stat.leases, stat.pinned, stat.quarantined, stat.counters["corrupt_blocks"]) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 16])
+async def test_f07_one_block_and_sixteen_whose_lease_ended_in_mid_fetch_are_given_back(
+    site: Site, num_blocks: int
+) -> None:
+    """The reader is stopped beyond its lease, others churn the slab; both say "lease over" and no byte counts."""
+    site.start_host(num_blocks=16)
+    client = await site.client()
+    wanted = range(1, 1 + num_blocks)
+    names = " ".join(map(str, wanted))
+    await client.put_blocks(blocks(*wanted))
+    reader = await site.worker(lease_ms=300)
+    assert await reader.ask(f"match {names}") == f"matched {num_blocks}"
+    os.kill(reader.process.pid, signal.SIGSTOP)
+    stat = await until(client.stat, lambda stat: stat.leases == 0)
+    assert stat.counters["expired_leases"] == 1
+    for number in range(40, 80):
+        for _ in range(3):
+            await client.put_blocks(blocks(number))
+    assert client.exist([block_hash_of(number) for number in wanted]) == [False] * num_blocks
+    os.kill(reader.process.pid, signal.SIGCONT)
+    assert await reader.ask(f"copy {names}") == "copied 0 lease_over right"
+    assert await reader.ask(f"load {names}") == "loaded 0 right"
+    stat = await until(client.stat, lambda stat: True)
+    assert (stat.leases, stat.pinned, stat.quarantined, stat.counters["corrupt_blocks"]) == (0, 0, 0, 0)
+
+
 async def test_f14_look_ups_that_are_never_fetched_leave_the_slab_as_good_as_before(site: Site) -> None:
     """64 blocks; every prompt is matched twice and never read. "Send, flush, resend" hits in each of 200 rounds."""
     site.start_host(num_blocks=64)
