@@ -2,14 +2,14 @@
 
 Clients ask one after another without a pause, as many at a time as one pair has seats, so that the pair is full in
 both measurements. Goodput counts the tokens of complete answers only. The paced engine's step time is set, so that
-the cores of this machine do not decide.
+the cores of this machine do not decide; the two are measured in turn, and the median of their ratios counts.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,26 +55,39 @@ async def measure_half_killed(config: Config, model: Path, *, quick: bool, seed:
     """Measures one pair alone, then two pairs of which one is killed. Raises: AssertionError for a wrong answer."""
     window_s = 4.0 if quick else 10.0
     lease = f"attempts.lease_ms={config.attempts.lease_ms}"
-    alone, _ = await _measure(load(None, [*SETTINGS, lease]), model, window_s, seed=seed, victims=())
+    one = load(None, [*SETTINGS, lease])
     two = load(None, [*SETTINGS, lease, "workers.prefill.replicas=2", "workers.decode.replicas=2"])
-    half, clients = await _measure(two, model, window_s, seed=seed + 1, victims=VICTIMS)
-    num_repeated = sum(client.num_restarts for client in clients)
     allowed = RETRY_TOKENS_PER_S * (1 + window_s)
-    row: Row = {"case": "half killed", "alone_tokens_per_s": alone, "half_tokens_per_s": half}
-    row |= {"window_s": window_s, "num_repeated": num_repeated, "repeated_at_most": allowed}
-    row["endings"] = dict(Counter(str(client.ending) for client in clients))
+    rows: list[Row] = []
+    for number in range(1 if quick else 3):
+        alone, _ = await _measure(one, model, window_s, seed=seed + 2 * number, victims=())
+        half, clients = await _measure(two, model, window_s, seed=seed + 2 * number + 1, victims=VICTIMS)
+        row: Row = {"case": "half killed", "alone_tokens_per_s": alone, "half_tokens_per_s": half}
+        row |= {"window_s": window_s, "num_repeated": sum(c.num_restarts for c in clients), "repeated_at_most": allowed}
+        row["endings"] = dict(Counter(str(client.ending) for client in clients))
+        rows.append(row)
+    return HalfKilled(rows, make_targets(rows))
+
+
+def make_targets(rows: Sequence[Row]) -> list[Target]:
+    """Compares the repetition whose ratio is the median, and the largest number of repeated prefills."""
+    middle = sorted(rows, key=lambda row: row["half_tokens_per_s"] / row["alone_tokens_per_s"])[len(rows) // 2]
     goodput = make_target(
-        "goodput_of_the_healthy_half", ours=half, reference=alone, unit="tokens/s", at_least=GOODPUT_AT_LEAST
+        "goodput_of_the_healthy_half",
+        ours=middle["half_tokens_per_s"],
+        reference=middle["alone_tokens_per_s"],
+        unit="tokens/s",
+        at_least=GOODPUT_AT_LEAST,
     )
     budget = make_target(
         "repeated_prefills_within_budget",
-        ours=max(1, num_repeated),
-        reference=allowed,
+        ours=max([1, *(row["num_repeated"] for row in rows)]),
+        reference=rows[0]["repeated_at_most"],
         unit="prefills",
         at_least=1.0,
         smaller_is_better=True,
     )
-    return HalfKilled([row], [goodput, budget])
+    return [goodput, budget]
 
 
 async def _measure(
