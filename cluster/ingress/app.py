@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ class IngressApp:
         """Joins the ledger, then listens for workers; returns (host, port)."""
         if self._keys is not None:
             self._watch_keys = asyncio.create_task(self._keys.watch())
-        await self._backend.join_ledger(RELAY_HOST)
+        await self._backend.join_ledger(RELAY_HOST, share=self._share)
         return await self._backend.start(RELAY_HOST)
 
     async def close(self) -> None:
@@ -187,20 +187,41 @@ class IngressApp:
 
     async def _status(self, cluster: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
         """Returns the facts; with keys configured, a tenant sees streams and interruptions of its own only."""
-        workers = await self._backend.worker_statuses()
-        num_streams = len(self._backend.streams())
         whose = None if tenant == EVERYBODY else tenant.name
+        workers, others = await asyncio.gather(self._backend.worker_statuses(), self._backend.shares(whose))
         stores = cluster.get("store", [])
         return {
             "workers": workers,
             "store": stores,
-            "ingress": [{"id": self._me.peer_id, "pid": self._me.pid, "streams": num_streams}],
             "directory": cluster.get("directory", {"pid": None}),
             "controller": cluster.get("controller", {"pid": None}),
             "policy": self._backend.policy_status(),
             "leases": sum(part.get("leases", 0) for part in (*workers, *stores)),
+            **joined([self._share(whose), *others]),
+        }
+
+    def _share(self, whose: str | None) -> dict[str, Any]:
+        """Returns what this ingress alone knows; ``whose``: the tenant that may see it, None for everybody's."""
+        num_streams = len(self._backend.streams())
+        return {
+            "ingress": [{"id": self._me.peer_id, "pid": self._me.pid, "streams": num_streams}],
             "streams": self._backend.streams(whose),
             "interruptions": self._backend.interruptions(whose),
             "promises": self._metrics.promises(),
             "tokens": self._metrics.tokens(),
         }
+
+
+def joined(shares: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the shares of all ingresses as one: lists one after another, interruptions by age, counts added up."""
+    whole: dict[str, Any] = {"ingress": [], "streams": [], "interruptions": [], "promises": {}, "tokens": {}}
+    for share in shares:
+        for name, mine in whole.items():
+            theirs = share.get(name, type(mine)())
+            if isinstance(mine, list):
+                mine += theirs
+            else:
+                for key, count in theirs.items():
+                    mine[key] = mine.get(key, 0) + count
+    whole["interruptions"].sort(key=lambda told: told["age_s"])
+    return whole

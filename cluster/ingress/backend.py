@@ -32,6 +32,7 @@ from cluster.ingress.placement import Placement, for_journal
 from cluster.ingress.record_book import RecordBook
 from cluster.ingress.relay import RelayServer, WorkerLink
 from cluster.ingress.relay_metrics import RelayMetrics
+from cluster.ingress.siblings import Share
 from cluster.ledger.key_store import KeyStore
 from cluster.ledger.tool_store import ToolStore
 from cluster.policy_source import PolicySource
@@ -122,8 +123,8 @@ class RelayBackend(Backend):
         self._tasks = [asyncio.create_task(duty) for duty in duties]
         return await self._relay.start(host)
 
-    async def join_ledger(self, host: str) -> None:
-        """Joins the ledger of ``config.ledger``; ``host`` is where siblings ask.
+    async def join_ledger(self, host: str, *, share: Share | None = None) -> None:
+        """Joins the ledger of ``config.ledger``; siblings ask at ``host``, and are told ``share``.
 
         Raises: BadInput, EnvironmentProblem, LedgerUnavailable.
         """
@@ -133,9 +134,14 @@ class RelayBackend(Backend):
             secret=self._secret,
             host=host,
             answer=self._answer_sibling,
+            share=share,
             retention_s=self._config.ledger.retention_s,
             clock_ns=self._clock_ns,
         )
+
+    async def shares(self, tenant: str | None) -> list[dict[str, Any]]:
+        """Returns what the other ingresses contribute to the status."""
+        return await self._book.shares(tenant)
 
     @property
     def keys(self) -> KeyStore | None:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cluster.ingress.siblings import AskRequest, Siblings
+from cluster.ingress.siblings import SHARE_DEADLINE_S, AskRequest, AskShare, Share, Siblings
 from cluster.ledger.database import LedgerUnavailable
 from cluster.ledger.key_store import KeyStore
 from cluster.ledger.request_ledger import RequestLedger
@@ -28,6 +28,8 @@ RECORDS_MAX = 2048
 LEDGER_DEADLINE_S = 5.0
 CANCEL_MARGIN_S = 1.0
 UNREACHABLE_POLL_S = 0.1
+SIBLINGS_MAX = 64
+"""So many are asked for one status."""
 
 
 class RecordBook:
@@ -50,11 +52,12 @@ class RecordBook:
         secret: bytes,
         host: str,
         answer: Callable[[str, str, bool], Awaitable[dict[str, Any] | None]],
+        share: Share | None,
         retention_s: float,
         clock_ns: Callable[[], int],
     ) -> None:
         """Joins the ledger at ``url``. Raises: BadInput, EnvironmentProblem, LedgerUnavailable."""
-        siblings = Siblings(me=me, secret=secret, answer=answer)
+        siblings = Siblings(me=me, secret=secret, answer=answer, share=share)
         address = await siblings.start(host)
         row = OwnerRow(self._owner, me.peer_id, *address, 0)
         ledger = RequestLedger(url, row, lease_ms=int(self._lease_s * 1000), retention_s=retention_s, clock_ns=clock_ns)
@@ -148,6 +151,28 @@ class RecordBook:
         if cancel:
             row = await self._wait_for_burial(row) or row
         return row.record | ({} if row.is_ended else {"owner": "unreachable"})
+
+    async def shares(self, tenant: str | None) -> list[dict[str, Any]]:
+        """Returns what the other ingresses contribute to the status; of one that does not answer, its name alone."""
+        if self._ledger is None or self._siblings is None:
+            return []
+        try:
+            async with asyncio.timeout(LEDGER_DEADLINE_S):
+                owners = await asyncio.to_thread(self._ledger.list_owners)
+        except (LedgerUnavailable, TimeoutError) as error:
+            logger.warning("siblings_not_known error=%s", error)
+            return []
+        others = [row for row in owners if row.owner != self._owner]
+        return list(await asyncio.gather(*(self._share_of(row, tenant) for row in others[:SIBLINGS_MAX])))
+
+    async def _share_of(self, row: OwnerRow, tenant: str | None) -> dict[str, Any]:
+        assert self._siblings is not None
+        try:
+            share = await self._siblings.ask(row.host, row.port, AskShare(tenant), deadline_s=SHARE_DEADLINE_S)
+        except KopirError as error:
+            logger.info("sibling_silent owner=%s error=%s", row.owner, error)
+            share = None
+        return share or {"ingress": [{"id": row.ingress_id, "pid": None, "streams": None}]}
 
     async def _row(self, request_id: str, tenant: str) -> RequestRow | None:
         assert self._ledger is not None

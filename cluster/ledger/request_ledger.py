@@ -109,6 +109,11 @@ class RequestLedger:
         assert self._store is not None, "not started"
         return self._store.find_owner(owner)
 
+    def list_owners(self) -> list[OwnerRow]:
+        """Returns every registered ingress, this one included. Blocking. Raises: LedgerUnavailable."""
+        assert self._store is not None, "not started"
+        return self._store.list_owners()
+
     def close(self) -> None:
         """Writes what waits (bounded by ``CLOSE_DEADLINE_S``), takes this ingress off the list, disconnects."""
         self._closing = True

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cluster.ingress.api.backend import Interrupted
+from cluster.ingress.api.errors import UpstreamFailed
 from cluster.ingress.backend import RelayBackend
 from cluster.ledger import request_ledger
 from kvstore.net.handshake import PeerInfo
@@ -28,7 +29,7 @@ async def pair_of_ingresses(
     """A cluster whose ingress has joined a ledger, and a second ingress that has no workers."""
     monkeypatch.setattr(request_ledger, "SILENCE_MS_MIN", 400)
     cluster = make_cluster(**{"ledger.url": f"sqlite:///{tmp_path / 'kopir.db'}"})
-    await cluster.backend.join_ledger("127.0.0.1")
+    await cluster.backend.join_ledger("127.0.0.1", share=lambda tenant: {"streams": cluster.backend.streams(tenant)})
     await cluster.start("prefill", "decode")
     other = make_sibling(cluster)
     await other.join_ledger("127.0.0.1")
@@ -99,6 +100,24 @@ async def test_any_ingress_tells_the_present_state_and_cancels(
     assert isinstance(await generation.next(), Interrupted)
     assert not cluster.backend.streams()
     await cluster.at_rest()
+
+
+async def test_an_ingress_tells_what_runs_at_the_others(pair_of_ingresses: tuple[MiniCluster, RelayBackend]) -> None:
+    """Of one tenant or of all; of one that does not answer, its name alone."""
+    cluster, other = pair_of_ingresses
+    generation = await cluster.submit(make_spec(40, 400))
+    for tenant in ("t", None):
+        (share,) = await other.shares(tenant)
+        assert [stream["request_id"] for stream in share["streams"]] == ["req-1"]
+    assert await other.shares("x") == [{"streams": []}]
+    siblings = cluster.backend._book._siblings
+    assert siblings is not None
+    await siblings.close()
+    ingress_id = cluster.backend._me.peer_id
+    assert await other.shares(None) == [{"ingress": [{"id": ingress_id, "pid": None, "streams": None}]}]
+    await cluster.backend.cancel("req-1", tenant="t")
+    with pytest.raises(UpstreamFailed):
+        await collect(generation)
 
 
 async def test_an_ingress_that_dies_leaves_an_honest_record(
