@@ -240,6 +240,34 @@ async def test_a_killed_node_is_a_miss_and_its_successor_serves_again(site: Site
     assert await client.put_blocks(blocks(1)) == PutResult(stored=1)
 
 
+@pytest.mark.parametrize("is_granted", [False, True])
+async def test_a_put_that_is_broken_off_holds_nothing_and_leaves_a_tail(
+    site: Site, monkeypatch: pytest.MonkeyPatch, is_granted: bool
+) -> None:
+    """Cancelled at every turn of the loop: no slot stays reserved; what was committed is a right end of the prompt."""
+    monkeypatch.setattr(loading_module, "BYTES_PER_LOOP_STEP", BLOCK_BYTES)
+    site.start_host(num_blocks=256)
+    client = await site.client()
+    num_stored = set()
+    for turns in range(14):
+        numbers = range(1000 + 8 * turns, 1008 + 8 * turns)
+        put = asyncio.ensure_future(client.put_blocks(blocks(*numbers)))
+        while is_granted and not client._reservations:
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        put.cancel()
+        await asyncio.gather(put, return_exceptions=True)
+        await until(client.stat, lambda stat: stat.writing == 0)
+        are_here = client.exist(list(map(block_hash_of, numbers)))
+        assert are_here == sorted(are_here), "a parent without its leaves would be the older one"
+        num_stored.add(sum(are_here))
+        if any(are_here):
+            rest = numbers[are_here.index(True) :]
+            assert (await load(client, *rest))[1] == [content(number, BLOCK_BYTES) for number in rest]
+    assert is_granted == (len(num_stored) > 2), num_stored
+
+
 # --- connections --------------------------------------------------------------------------------------------
 
 
