@@ -296,6 +296,23 @@ class AuthConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ] = None
 
 
+class TracingConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenTelemetry traces. Off without a collector: then nothing of it is imported or sent."""
+
+    otlp_endpoint: Annotated[
+        Text | None,
+        doc(
+            "URL that takes traces by OTLP over HTTP, such as `http://collector:4318/v1/traces`; needs the extra "
+            "`tracing`. `null`: no traces."
+        ),
+    ] = None
+    sample_ratio: Annotated[
+        Annotated[float, Meta(ge=0.0, le=1.0)],
+        doc("Share of requests that are traced; a caller's `traceparent` decides for its own."),
+    ] = 1.0
+    service_name: Annotated[Text, doc("`service.name` of the traces.")] = "kopir"
+
+
 class ClusterConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray cluster."""
 
@@ -324,6 +341,7 @@ class Config(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ledger: LedgerConfig = LedgerConfig()
     tools: ToolsConfig = ToolsConfig()
     auth: AuthConfig = AuthConfig()
+    tracing: TracingConfig = TracingConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     def boundary(self, *, stream: bool) -> str:
@@ -345,6 +363,9 @@ def check_config(config: Config) -> None:
     if workers.prefill.replicas + workers.decode.replicas + workers.combined.replicas == 0:
         raise BadInput("workers.prefill.replicas", 0, "no worker at all: set prefill and decode, or combined")
     class_quotas(config.admission.classes)
+    endpoint = config.tracing.otlp_endpoint
+    if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
+        raise BadInput("tracing.otlp_endpoint", endpoint, "expected an http or https URL")
     cert, key = config.server.tls_cert_file, config.server.tls_key_file
     if (cert is None) != (key is None):
         missing, present = ("cert", "key") if cert is None else ("key", "cert")

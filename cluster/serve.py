@@ -25,6 +25,7 @@ import msgspec
 from cluster import machine, ray_environment, runfile
 from cluster import plan as planning
 from cluster.config import Config
+from cluster.ingress.tracing import check_installed
 from cluster.secret import cluster_secret
 from kvstore.errors import EnvironmentProblem, FatalError, KopirError
 from kvstore.store.slab import remove_dead_slabs
@@ -45,6 +46,7 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
     Returns: 0 after SIGINT or SIGTERM. Raises: BadInput, EnvironmentProblem; nothing is left running then.
     """
     planning.check_supported(config)
+    check_installed(config.tracing)
     config = _with_tls(_with_keys(_with_policy(_with_tools(_with_ledger(config)))))
     model_path = hub.resolve(config.model)
     model = read_config(model_path)

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.backend import RelayBackend
 from cluster.ingress.metrics import IngressMetrics
 from cluster.ingress.tools.service import ToolService
+from cluster.ingress.tracing import TracedRequests, Tracing
 from cluster.keys_source import keys_source
 from cluster.tools_source import load_tools
 from cluster.view import ClusterView
@@ -64,6 +66,9 @@ class IngressApp:
         self._metrics = IngressMetrics()
         self._keys = keys_source(config)
         self._watch_keys: asyncio.Task[None] | None = None
+        self._tracing = None
+        if config.tracing.otlp_endpoint is not None:
+            self._tracing = Tracing(config.tracing, instance=self._me.peer_id)
         self._tenants = Tenants(
             ring=lambda: None if self._keys is None else self._keys.current,
             meter=TenantMeter(shares=config.ingress.replicas),
@@ -133,6 +138,7 @@ class IngressApp:
             tenants=self._tenants,
             seats=self._seats,
             tools=self._tools,
+            tracing=None if self._tracing is None else partial(TracedRequests, tracing=self._tracing),
             idempotency=IdempotencyKeys(
                 lambda: self._backend.keys,
                 owner=self._me.incarnation,
@@ -175,6 +181,8 @@ class IngressApp:
         await self._backend.close()
         if self._tools is not None:
             await self._tools.close()
+        if self._tracing is not None:
+            await self._tracing.close()
 
     def set_view(self, view: ClusterView) -> None:
         """Takes a newer membership."""

@@ -33,6 +33,7 @@ from cluster.ingress.record_book import RecordBook
 from cluster.ingress.relay import RelayServer, WorkerLink
 from cluster.ingress.relay_metrics import RelayMetrics
 from cluster.ingress.siblings import Share
+from cluster.ingress.tracing import current_trace
 from cluster.ledger.key_store import KeyStore
 from cluster.ledger.tool_store import ToolStore
 from cluster.policy_source import PolicySource
@@ -217,7 +218,9 @@ class RelayBackend(Backend):
                 "boundary": self._config.boundary(stream=stream),
                 "policy": {"version": policy.version, "digest": policy.digest},
                 "client_retries": client_retries,
+                "waited_ms": waited_s * 1000,
             },
+            trace=current_trace(),
         )
         decision = self._choose(request, ())
         if isinstance(decision, NoPair) and decision.never:
@@ -638,6 +641,9 @@ class RelayBackend(Backend):
                 (generation.tenant, self._clock_ns(), record["interruption"] | {"request_id": generation.request_id})
             )
         self._book.ended(generation.request_id, generation.tenant, record)
+        if generation.trace is not None:
+            ended_ns = self._clock_ns() - generation.machine.admitted_ns
+            generation.trace.generation_ended(record, ended_ns=ended_ns)
         if generation.machine.phase is not Phase.FINISHED:
             logger.info("request_ended request_id=%s phase=%s", generation.request_id, record["phase"])
 

@@ -26,6 +26,7 @@ from cluster.ingress.api.backend import (
 )
 from cluster.ingress.api.errors import ApiError, InvalidRequest, NotReady, UpstreamFailed
 from cluster.ingress.placement import Placed
+from cluster.ingress.tracing import RequestTrace
 from kvstore.core.messages import GenerationSpec, StreamDelta
 
 CACHED_TOKENS_DEADLINE_S = 1.0
@@ -68,6 +69,7 @@ class RunningRequest(Generation):
         backlog_tokens: int,
         placed: Placed,
         facts: Mapping[str, Any],
+        trace: RequestTrace | None = None,
     ) -> None:
         self.spec = spec
         self.machine = machine
@@ -75,11 +77,12 @@ class RunningRequest(Generation):
         self.label = label
         self.placed = placed
         self.ticket: Any = None
+        self.trace = trace
         self._orders = orders
         self._clock_ns = clock_ns
         self._backlog_tokens = backlog_tokens
         self._credit = backlog_tokens
-        self._facts = facts
+        self._facts = facts if trace is None else {**facts, "trace_id": trace.trace_id}
         self._cached_by_tier: dict[str, int] = {}
         self._queue: deque[GenerationEvent | ApiError] = deque()
         self._arrived = asyncio.Event()

@@ -90,6 +90,8 @@ def create_app(
     )
     app.add_middleware(KeyCheck, tenants=services.tenants, count=partial(_count_error, services))
     app.add_middleware(HeaderLimits, count=partial(_count_error, services))
+    if services.tracing is not None:
+        app.add_middleware(services.tracing)
     app.add_middleware(RequestIdentity, make_request_id=services.make_request_id)
     return app
 

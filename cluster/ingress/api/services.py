@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.ingress.api.backend import Backend
 from cluster.ingress.api.idempotency import IdempotencyKeys
@@ -57,6 +58,8 @@ class Services:
     """None: requests with an idempotency key are refused."""
     tools: ToolService | None = None
     """None: requests with server-side tools are refused."""
+    tracing: Callable[..., Any] | None = None
+    """ASGI middleware around every request; None: no traces."""
     monotonic_s: Callable[[], float] = time.monotonic
     unix_s: Callable[[], float] = time.time
     random_seed: Callable[[], int] = _random_seed

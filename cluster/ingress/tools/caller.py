@@ -27,6 +27,7 @@ from urllib.parse import quote
 import httpx
 
 from cluster.core.tool_events import LookupAnswer, ToolResult
+from cluster.ingress.tracing import trace_headers
 from cluster.tools_source import KEY_PLACE, ServerTool
 
 MAX_REFUSAL_BYTES = 2048
@@ -65,7 +66,7 @@ class ToolCaller:
 
     async def call(self, tool: ServerTool, arguments: bytes, *, key: str, timeout_s: float) -> Outcome:
         """Makes one try, within ``timeout_s``."""
-        headers = {**dict(tool.headers), "content-type": "application/json", "idempotency-key": key}
+        headers = {**trace_headers(), **dict(tool.headers), "content-type": "application/json", "idempotency-key": key}
         request = self._client.build_request("POST", tool.url, content=arguments, headers=headers)
         # A connection that takes longer is given up while it is certain that nothing was sent.
         request.extensions["timeout"] = {"pool": timeout_s * CONNECT_SHARE, "connect": timeout_s * CONNECT_SHARE}
@@ -87,7 +88,7 @@ class ToolCaller:
         """Asks a tool what became of an action: 200 done, 404 absent, 202, 409 and 425 running; else unknown."""
         assert tool.lookup_url is not None, tool.name
         url = tool.lookup_url.replace(KEY_PLACE, quote(key, safe=""))
-        headers = {**dict(tool.headers), "idempotency-key": key}
+        headers = {**trace_headers(), **dict(tool.headers), "idempotency-key": key}
         request = self._client.build_request("GET", url, headers=headers)
         try:
             async with asyncio.timeout(timeout_s):
