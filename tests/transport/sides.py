@@ -92,6 +92,9 @@ class Side:
     def is_done(self, name: str) -> bool:
         return self._futures[name].done()
 
+    def has(self, name: str) -> bool:
+        return name in self._futures
+
     def landed(self, tag: int) -> bytes:
         """Returns the digest of what the destination of ``tag`` holds now."""
         return bytes(block_digest(self._blocks["receive", tag]))
@@ -99,6 +102,11 @@ class Side:
     def fill(self, kind: str, tag: int, value: int) -> None:
         """Gives the memory of a block to somebody else."""
         self._blocks[kind, tag][:] = value
+
+    def forget(self) -> None:
+        """Lets go of all blocks and results: nothing may be under way."""
+        self._blocks.clear()
+        self._futures.clear()
 
     def has_only(self, kind: str, tag: int, value: int) -> bool:
         return bool((self._blocks[kind, tag] == value).all())

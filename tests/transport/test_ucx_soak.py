@@ -36,6 +36,15 @@ def wait(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
+def forget(pair: Pair) -> None:
+    """Gives the memory of a turn back, once the far side has its results too."""
+    for side, names in ((pair.near, "rp"), (pair.far, "pr")):
+        for name in names:
+            if side.has(name):
+                side.results(name)
+        side.forget()
+
+
 def until_settled(pair: Pair, deadline_s: float = 20.0) -> None:
     """Waits until nothing with the far side is outstanding on the near one."""
     end = time.monotonic() + deadline_s
@@ -75,6 +84,7 @@ def test_a_sender_stopped_at_any_moment_never_writes_a_settled_slot(
         assert pair.near.probe(pair.far_name) == "ok"
         assert all(pair.near.has_only("receive", tag, 42) for tag in tags), f"turn {turn}: a late write"
         soaked.update(stops=1, blocks=len(tags), fenced_blocks=len(fenced))
+        forget(pair)
 
 
 def test_faults_at_random_moments_end_every_wait_and_leak_nothing(
@@ -118,6 +128,7 @@ def test_faults_at_random_moments_end_every_wait_and_leak_nothing(
             assert pair.link() == ("ok", "ok")
         until_settled(pair)
         soaked.update((f"fault_{fault}", *results))
+        forget(pair)
 
 
 def test_a_hand_off_after_a_long_idle_time_is_not_stalled(soak_pair: Pair, repeats: int, soaked: Counter[str]) -> None:
@@ -138,6 +149,7 @@ def test_a_hand_off_after_a_long_idle_time_is_not_stalled(soak_pair: Pair, repea
         assert took_s < 2.0, f"turn {turn}: stalled"
         soaked["hand_offs"] += 1
         soaked["worst_us"] = max(soaked["worst_us"], round(took_s * 1e6))
+        forget(pair)
 
 
 def test_ten_thousand_flipped_bits_are_all_caught(soak_pair: Pair, repeats: int, soaked: Counter[str]) -> None:
@@ -151,6 +163,7 @@ def test_ten_thousand_flipped_bits_are_all_caught(soak_pair: Pair, repeats: int,
         soak_pair.near.receive("r", soak_pair.far_name, tags, size)
         assert soak_pair.near.results("r") == ["CORRUPT"] * 50
         soaked.update(flips=50, caught=50)
+        forget(soak_pair)
 
 
 def test_faults_on_a_cable_end_every_wait_and_leak_nothing(
@@ -200,4 +213,5 @@ def test_faults_on_a_cable_end_every_wait_and_leak_nothing(
             until_settled(pair)
             assert pair.near.probe(pair.far_name) == "ok", f"turn {turn} {fault}"
             soaked.update((f"fault_{fault}", *results))
+            forget(pair)
         assert pair.near.pid() == survivor
