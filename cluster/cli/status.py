@@ -21,6 +21,9 @@ from cluster.cli.common import (
 STATUS_PATH = "/internal/status"
 
 _WORKER_COLUMNS = ["worker", "state", "pid", "node", "blocks", "fenced", "run", "wait", "life"]
+_NARROW_COLUMNS = ["worker", "state", "blocks", "run"]
+_WIDE_FROM = 72
+"""Terminal columns that the whole table of workers takes; below, it has what matters first."""
 
 
 def status(
@@ -41,7 +44,8 @@ def status(
     if as_json:
         write_json(facts)
     else:
-        make_console().print(render(facts, base))
+        console = make_console()
+        console.print(render(facts, base, width=console.width))
 
 
 def _watch(base: str, *, api_key: str | None, interval_s: float, as_json: bool) -> None:
@@ -55,18 +59,25 @@ def _watch(base: str, *, api_key: str | None, interval_s: float, as_json: bool) 
     console = make_console()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
-            live.update(render(get_json(base, STATUS_PATH, api_key=api_key), base), refresh=True)
+            facts = get_json(base, STATUS_PATH, api_key=api_key)
+            live.update(render(facts, base, width=console.width), refresh=True)
             pause.wait(interval_s)
 
 
-def render(facts: dict[str, Any], base: str) -> Any:
-    """Returns the tables for one answer of the status endpoint. Missing parts are left out, not invented."""
+def render(facts: dict[str, Any], base: str, *, width: int = 80) -> Any:
+    """Returns the tables for one answer of the status endpoint, for so many columns of a terminal.
+
+    The sums come first: a watch on a small screen shows its beginning. Missing parts are left out, not invented.
+    """
     from rich.console import Group
     from rich.text import Text
 
     workers = _rows(facts.get("workers"))
-    parts: list[Any] = [Text(base)]
-    parts.append(make_table("Workers", _WORKER_COLUMNS, [_worker_row(worker) for worker in workers]))
+    streams = _rows(facts.get("streams"))
+    columns = _WORKER_COLUMNS if width >= _WIDE_FROM else _NARROW_COLUMNS
+    rows = [dict(zip(_WORKER_COLUMNS, _worker_row(worker), strict=True)) for worker in workers]
+    parts: list[Any] = [Text(base), Text(_summary(facts, workers, len(streams)))]
+    parts.append(make_table("Workers", columns, [[row[name] for name in columns] for row in rows]))
     for worker in workers:
         if worker.get("state") == "refused":
             fields = worker.get("refused_fields") or worker.get("reason")
@@ -88,10 +99,8 @@ def render(facts: dict[str, Any], base: str) -> Any:
     ingresses = [[one.get("id"), one.get("pid"), one.get("streams")] for one in _rows(facts.get("ingress"))]
     parts.append(make_table("Ingress", ["id", "pid", "streams"], ingresses))
     names = ["request_id", "phase", "attempt", "epoch", "delivered_output_tokens"]
-    streams = [[stream.get(name) for name in names] for stream in _rows(facts.get("streams"))]
     if streams:
-        parts.append(make_table("Streams", names, streams))
-    parts.append(Text(_summary(facts, workers, len(streams))))
+        parts.append(make_table("Streams", names, [[stream.get(name) for name in names] for stream in streams]))
     return Group(*parts)
 
 

@@ -108,3 +108,30 @@ async def test_each_worker_has_a_prefix_of_its_own_and_the_dead_have_none() -> N
     assert site.caches.prefixes(H) == {"prefill-0#2": 1, "prefill-1#1": 1}
     site.caches.sweep()
     assert len(site.caches) == 2
+
+
+async def test_f18_the_index_is_bounded_by_the_pools_and_forgets_removed_workers() -> None:
+    """2,000 prompts through a pool of 64 blocks, then 20 lives that come and go: never more entries than slots."""
+    caches = WorkerCaches()
+    pool: list[BlockHash] = []
+    news = CacheNews(FINGERPRINT, lambda: list(pool))
+    news.begin(Link(caches))  # type: ignore[arg-type]
+    most = 0
+    for number in range(2000):
+        for part in range(8):
+            if len(pool) == 64:
+                news.removed(pool.pop(0))
+            pool.append(BlockHash(f"{number}:{part}".encode().ljust(32, b".")))
+            news.added(pool[-1])
+        news.tell()
+        most = max(most, len(caches))
+    assert most <= 64 and len(caches) == 64
+    for life in range(1, 21):
+        caches.gone(f"prefill-0#{life}")
+        CacheNews(FINGERPRINT, lambda: pool[:3]).begin(Link(caches, life=life + 1))  # type: ignore[arg-type]
+        caches.sweep()
+        assert caches.prefixes(pool) == {f"prefill-0#{life + 1}": 3}
+        assert len(caches) == 3
+    caches.gone("prefill-0#21")
+    caches.sweep()
+    assert len(caches) == 0 and caches.fingerprint is None and caches.prefixes(pool) == {}
