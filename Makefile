@@ -58,6 +58,7 @@ soak: model ## long repetitions of random pools, 312 cases of the exactness matr
 	KOPIR_SOAK_STREAMS=200 $(BIN)/python -m pytest tests/component/test_lossy_link.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/e2e/pair --store tiny $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/e2e/pair --store full-disk $(PYTEST_ARGS)
+	KOPIR_SOAK_TOOL_KILLS=1 $(BIN)/python -m pytest tests/unit/ledger/test_tool_kills.py $(PYTEST_ARGS)
 	KOPIR_SOAK_KILLS_PACED=450 KOPIR_SOAK_KILLS_REAL=50 $(BIN)/python -m pytest -s tests/kills $(PYTEST_ARGS)
 
 gpu-check: setup ## check and time the CUDA and Triton paths on this machine's GPU (says so where there is none)

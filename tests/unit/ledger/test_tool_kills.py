@@ -77,8 +77,6 @@ def test_one_action_wherever_it_dies(ledger_url: str, tmp_path: Path, name: str,
         (action,) = server.actions
         assert told is not None and told[0] == "finished" and f'"done": "{name}"' in told[1]
         assert action.key == f"t:req-1:{call_id_of('req-1', 0, 0)}"
-        # And whoever comes later still is told the same.
-        assert gateway.live() == told and len(server.actions) == 1
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -97,7 +95,8 @@ def test_what_only_a_person_can_find_out(ledger_url: str, tmp_path: Path, point:
         assert gateway.live() == told
 
 
-PAIRS = [(first, second) for first in POINTS for second in POINTS if SOAK or first == second]
+SLICE = {("after_intent", "after_intent"), ("tool_acted", "tool_heard"), ("after_call", "before_result")}
+PAIRS = [(first, second) for first in POINTS for second in POINTS if SOAK or (first, second) in SLICE]
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
