@@ -121,8 +121,8 @@ def test_a_worker_that_dies_after_its_call_costs_no_second_action(cluster: Clust
 
 
 def test_an_ingress_that_dies_at_its_call_costs_no_second_action(cluster: Cluster, server: ToolServer) -> None:
-    """It is killed with the action done and the answer on its way. Its client asks again with the same key until another
-    life answers: one action, by the tool's own log, under the key of the first request."""
+    """It is killed with the action done and the answer on its way. Its client asks again with the same key until
+    another life answers: one action, by the tool's own log, under the key of the first request."""
     before = len(server.actions)
     (ingress,) = cluster.status()["ingress"]
     server.plans["book"] = [Plan(after=lambda: os.kill(ingress["pid"], signal.SIGKILL))]
