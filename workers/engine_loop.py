@@ -6,7 +6,8 @@ thread. Which tokens are computed in a step is the scheduler's decision (``worke
 pass over pieces of prompts and one token of each stream.
 
 When a pass fails, its parts run again one by one, so that what is broken fails alone: running a position again writes
-the same bytes. It never touches sockets, leases or block accounting.
+the same bytes. An error outside of the passes is nobody's alone: it ends the thread, and the worker with it. The loop
+never touches sockets, leases or block accounting.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class EngineLoop:
         clock_ns: Callable[[], int],
         on_tokens: Callable[[list[NewToken]], None],
         on_decode_fault: Callable[[list[AttemptKey], Exception], None],
+        on_died: Callable[[Exception], None],
         guides: GuideFactory | None = None,
     ) -> None:
         self._engine = engine
@@ -152,6 +154,7 @@ class EngineLoop:
         self._clock_ns = clock_ns
         self._on_tokens = on_tokens
         self._on_decode_fault = on_decode_fault
+        self._on_died = on_died
         self._commands: queue.SimpleQueue[Callable[[_State], None] | None] = queue.SimpleQueue()
         limits = SchedulerLimits(chunk_tokens=chunk_tokens, granule_tokens=self._block_tokens)
         self._state = _State(Scheduler(limits))
@@ -237,10 +240,15 @@ class EngineLoop:
     # --- on the engine thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._take_commands():
-            plan = self._state.scheduler.plan()
-            if plan:
-                self._run_step(plan)
+        try:
+            while self._take_commands():
+                plan = self._state.scheduler.plan()
+                if plan:
+                    self._run_step(plan)
+        except Exception as error:
+            # Nobody would ever hear of what was queued here: without this thread there is no worker.
+            logger.critical("engine_died", exc_info=error)
+            self._on_died(error)
 
     def _take_commands(self) -> bool:
         """Carries out waiting commands; blocks while there is nothing to compute. Returns False to end."""
@@ -356,7 +364,14 @@ class EngineLoop:
             job.on_fault(job, result.error)
             return
         job.num_computed_tokens = piece.stop
-        job.on_chunk(job)
+        try:
+            job.on_chunk(job)
+        except Exception as error:
+            # It only touches what is this job's: digests, and the transfer to its peer.
+            logger.exception("push_failed attempt_id=%s epoch=%d", *job.key)
+            self._take_out(job.key)
+            job.on_fault(job, error)
+            return
         if piece.is_last:
             self._take_out(job.key)
             token = (job.resumed_output[-1], None) if result.token is None else result.token

@@ -93,6 +93,7 @@ class PrefillSide:
         self._line: WaitingLine[tuple[Job, asyncio.Future[None]]] = WaitingLine(spec.max_waiting)
         self._storing: set[asyncio.Task[None]] = set()
         self._settlements = Settlements(transport)
+        self._closing = False
         self._seen: OrderedDict[AttemptKey, None] = OrderedDict()
         self.counters = dict.fromkeys(
             (
@@ -131,6 +132,8 @@ class PrefillSide:
     def on_prefill(self, link: IngressLink, request: Prefill) -> None:
         """Starts a job, or refuses it."""
         key = (request.attempt_id, request.epoch)
+        if self._closing:
+            return self._refuse(link, request, "draining", "the worker is stopping")
         num_blocks = -(-len(request.spec.prompt_token_ids) // self._spec.block_tokens)
         if key in self._seen:
             return self._refuse(link, request, "duplicate", "this attempt was seen before")
@@ -215,11 +218,16 @@ class PrefillSide:
         self._admit_waiting()
 
     async def close(self) -> None:
-        """Ends every job."""
-        tasks = [job.task for job in self._jobs.values() if job.task is not None] + list(self._storing)
-        for task in tasks:
+        """Ends every job, then the copies to the store that their ends have begun."""
+        self._closing = True
+        jobs = tuple(self._jobs.values())
+        for job in jobs:
+            self._cancel(job)
+        await asyncio.gather(*(job.task for job in jobs if job.task is not None), return_exceptions=True)
+        storing = tuple(self._storing)
+        for task in storing:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*storing, return_exceptions=True)
 
     # --- one job ------------------------------------------------------------------------------------------
 
@@ -229,10 +237,10 @@ class PrefillSide:
             await self._load_prefix(job)
             token_id, logprobs = await self._compute(job)
             await self._hand_over(job, token_id, logprobs)
-        except (KopirError, TimeoutError) as error:
+        except Exception as error:
             self._fail(job, error)
         except asyncio.CancelledError:
-            self._abandon(job, "cancelled" if job.cancelled else "stopped")
+            self._abandon(job, "stopped" if self._closing else "cancelled")
         finally:
             await self._leave_engine(job)
             self._finish(job)
@@ -481,9 +489,10 @@ class PrefillSide:
     # --- the end of a job ---------------------------------------------------------------------------------
 
     def _fail(self, job: Job, error: Exception) -> None:
-        message = str(error) or type(error).__name__
-        logger.warning("prefill_fault attempt_id=%s epoch=%d %s", *job.key, message)
-        is_engine = job.peer is None or isinstance(error, ComputeFailed)
+        is_known = isinstance(error, KopirError | TimeoutError)
+        message = (str(error) if is_known else f"{type(error).__name__}: {error}") or type(error).__name__
+        logger.warning("prefill_fault attempt_id=%s epoch=%d %s", *job.key, message, exc_info=not is_known)
+        is_engine = job.peer is None or not is_known or isinstance(error, ComputeFailed)
         reason: FaultReason = "engine_fault" if is_engine else "transfer_failed"
         job.link.send(AttemptFault(attempt_id=job.key[0], epoch=job.key[1], reason=reason, message=message[:500]))
         self._abandon(job, message)
@@ -529,6 +538,9 @@ class PrefillSide:
             await self._store_blocks(job)
             if job.pushes:
                 await asyncio.wait([asyncio.wrap_future(push) for push, _ in job.pushes])
+        except Exception:
+            # The request is answered; what is lost is a copy for later ones.
+            logger.exception("store_failed attempt_id=%s epoch=%d", *job.key)
         finally:
             self._release(job)
 
@@ -588,8 +600,10 @@ class PrefillSide:
 
 
 def _results(push: Future[list[TransferResult]], num_blocks: int) -> list[TransferResult]:
-    """Returns the results of a push; one that was not waited for, because the worker stops, is open."""
-    return push.result() if push.done() else [TransferResult.TIMEOUT] * num_blocks
+    """Returns the results of a push; one without results, or not waited for because the worker stops, is open."""
+    if not push.done() or push.cancelled() or push.exception() is not None:
+        return [TransferResult.TIMEOUT] * num_blocks
+    return push.result()
 
 
 def _by_tier(cached_tokens: int, device_tokens: int, disk_tokens: int) -> dict[str, int]:

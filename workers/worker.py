@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from workers.decode import DecodeSide
 from workers.device_cache import DeviceCache
 from workers.engine import Engine
 from workers.engine_loop import AttemptKey, EngineLoop, ForwardEngine, NewToken
+from workers.fatal import end_process
 from workers.guide import GuideFactory
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvIdentity, KvListener, KvPeer
@@ -69,9 +71,13 @@ PROBE_DEADLINE_S = 30.0
 class Worker:
     """A prefill, decode or combined worker."""
 
-    def __init__(self, spec: WorkerSpec, secret: bytes) -> None:
+    def __init__(
+        self, spec: WorkerSpec, secret: bytes, *, on_fatal: Callable[[BaseException], None] = end_process
+    ) -> None:
+        """``on_fatal``: called from any thread, once, when this worker cannot go on."""
         self._spec = spec
         self._secret = secret
+        self._on_fatal = on_fatal
         self._links = LoopThread("kopir-links")
         self._ingresses: dict[str, tuple[IngressLink, asyncio.Task[None]]] = {}
         self._stopped = threading.Event()
@@ -114,6 +120,7 @@ class Worker:
             clock_ns=boottime_ns,
             on_tokens=lambda tokens: self._links.call(self._on_tokens, tokens),
             on_decode_fault=lambda keys, error: self._links.call(self._on_engine_fault, keys, error),
+            on_died=self._on_engine_died,
             guides=self._guides,
         )
         self._engine.start()
@@ -371,6 +378,11 @@ class Worker:
     def _on_engine_fault(self, keys: list[AttemptKey], error: Exception) -> None:
         assert self._decode is not None
         self._decode.on_engine_fault(keys, error)
+
+    def _on_engine_died(self, error: Exception) -> None:
+        # A step that outlives ``close`` finds its loop closed.
+        if not self._closing:
+            self._on_fatal(error)
 
     def _peer_gone(self, incarnation: str) -> None:
         # Its transfers end first: only then is the memory that they named nobody's but ours.

@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -17,6 +19,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from cluster.actors import directory, store, worker
+from cluster.actors.calls import quiet, until_dead, until_died
 from cluster.core.membership import Membership
 from cluster.view import ClusterPlan, ClusterView, DirectoryAddress, StoreAddress, WorkerView
 from kvstore.core.identity import Fingerprint, differences
@@ -28,7 +31,6 @@ logger = logging.getLogger(__name__)
 CONTROLLER_NAME = "kopir-controller"
 NAMESPACE = "kopir"
 WATCH_DEADLINE_S = 10.0
-CALL_DEADLINE_S = 10.0
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 2.0
 RESTART_PAUSE_S, RESTART_PAUSE_S_MAX = 0.2, 5.0
@@ -72,7 +74,7 @@ class ControllerProcess:
         if self._plan.store is not None:
             await self._start_directory()
             await self._start_store()
-        await asyncio.gather(*(self._start_worker(spec) for spec in self._plan.workers))
+        await asyncio.gather(*(self._bring_up(self._new_life(spec)) for spec in self._plan.workers))
         return self._view()
 
     async def stop(self) -> None:
@@ -80,7 +82,7 @@ class ControllerProcess:
         self._stopping = True
         actors = [life.actor for life in self._lives.values()]
         actors += [actor for actor in (self._store, self._directory) if actor is not None]
-        stops = [asyncio.ensure_future(_quiet(actor.stop.remote())) for actor in actors]
+        stops = [asyncio.ensure_future(quiet(actor.stop.remote())) for actor in actors]
         if stops:
             await asyncio.wait(stops, timeout=STOP_DEADLINE_S)
         for actor in actors:
@@ -94,7 +96,7 @@ class ControllerProcess:
         actor = directory.DirectoryActor.options(**directory.ACTOR_OPTIONS).remote(new_incarnation(), self._secret)
         address: DirectoryAddress = await actor.start.remote(self._plan.store.bind_host)
         self._directory, self._directory_address = actor, address
-        self._spawn(self._watch_directory(actor))
+        self._spawn(self._keep_up("directory", actor, self._start_directory))
         self._membership.version += 1
         await self._notify()
         await self._introduce_store()
@@ -102,42 +104,42 @@ class ControllerProcess:
     async def _introduce_store(self) -> None:
         if self._store is not None and self._directory_address is not None:
             address = self._directory_address
-            await _quiet(self._store.set_directory.remote(address.host, address.port))
+            await quiet(self._store.set_directory.remote(address.host, address.port))
 
-    async def _watch_directory(self, actor: Any) -> None:
-        await _quiet(actor.wait_until_stopped.remote())
-        backoff_s = RESTART_PAUSE_S
-        while not self._stopping and actor is self._directory:
-            logger.warning("directory_lost restarting=true")
-            await asyncio.sleep(backoff_s)
+    async def _keep_up(self, what: str, actor: Any, start: Callable[[], Awaitable[None]]) -> None:
+        """Waits for the end of the directory or of the store node, then starts another, until one is up."""
+        await until_dead(actor)
+        pause_s = RESTART_PAUSE_S
+        while not self._stopping:
+            logger.warning("%s_lost restarting=true", what)
+            await asyncio.sleep(pause_s)
             try:
-                await self._start_directory()
-            except (RayActorError, ray.exceptions.RayTaskError) as error:
-                backoff_s = min(2 * backoff_s, RESTART_PAUSE_S_MAX)
-                logger.warning("directory_start_failed error=%s", error)
+                async with asyncio.timeout(START_DEADLINE_S):
+                    await start()
+                return
+            except Exception as error:
+                # Whatever keeps it from coming up (no memory, no disk, no Ray for a moment) may be over next time.
+                pause_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
+                logger.error("%s_start_failed error=%s", what, error or type(error).__name__)
 
     # --- store node ---------------------------------------------------------------------------------------
 
     async def _start_store(self) -> None:
+        """Starts a store node, and names it to every worker."""
         assert self._plan.store is not None
         spec = msgspec.structs.replace(self._plan.store, incarnation=new_incarnation())
-        self._store = store.StoreActor.options(**store.ACTOR_OPTIONS).remote(spec, self._secret)
-        self._store_address = await self._store.start.remote()
-        self._spawn(self._watch_store(self._store))
+        actor = store.StoreActor.options(**store.ACTOR_OPTIONS).remote(spec, self._secret)
+        self._store_address = address = await actor.start.remote()
+        self._store = actor
+        self._spawn(self._keep_up("store", actor, self._start_store))
         await self._introduce_store()
-        for life in self._lives.values():
-            await _quiet(life.actor.set_store.remote(self._store_address.host, self._store_address.port))
-
-    async def _watch_store(self, actor: Any) -> None:
-        await _quiet(actor.wait_until_stopped.remote())
-        if not self._stopping and actor is self._store:
-            logger.warning("store_lost restarting=true")
-            await asyncio.sleep(0.2)
-            await self._start_store()
+        lives = [life for life in self._lives.values() if life.join is not None]
+        await asyncio.gather(*(quiet(life.actor.set_store.remote(address.host, address.port)) for life in lives))
 
     # --- workers ------------------------------------------------------------------------------------------
 
-    async def _start_worker(self, template: WorkerSpec) -> None:
+    def _new_life(self, template: WorkerSpec) -> _Life:
+        """Begins a new process in the slot of ``template``."""
         spec = msgspec.structs.replace(
             template,
             incarnation=new_incarnation(),
@@ -148,20 +150,42 @@ class ControllerProcess:
         actor = worker.WorkerActor.options(runtime_env={"env_vars": env}, **worker.ACTOR_OPTIONS).remote(
             spec, self._secret
         )
-        life = _Life(spec, actor)
-        self._lives[spec.worker_id] = life
+        life = self._lives[spec.worker_id] = _Life(spec, actor)
         self._membership.starting(spec.worker_id, spec.role, spec.incarnation)
+        return life
+
+    async def _bring_up(self, life: _Life) -> None:
+        """Takes a life from its start to ready or refused; one that dies on the way is replaced.
+
+        Raises: what it raised while starting; TimeoutError.
+        """
         await self._notify()
         try:
             async with asyncio.timeout(START_DEADLINE_S):
-                life.join = await actor.start.remote()
+                life.join = await life.actor.start.remote()
+                self._membership.joined(life.spec.worker_id, life.spec.incarnation, pid=life.join.pid)
+                self._spawn(self._watch_worker(life))
+                await self._notify()
+                await self._admit(life)
         except RayActorError:
-            await self._worker_lost(life)
-            return
-        self._membership.joined(spec.worker_id, spec.incarnation, pid=life.join.pid)
-        self._spawn(self._watch_worker(life))
-        await self._notify()
-        await self._admit(life)
+            await self._discard(life)
+
+    async def _replace(self, template: WorkerSpec) -> None:
+        """Starts another life. One that does not come up, for whatever reason, is one more loss of its slot."""
+        life = self._new_life(template)
+        try:
+            await self._bring_up(life)
+        except Exception as error:
+            logger.error("worker_start_failed worker=%s error=%s", life.spec.worker_id, error or type(error).__name__)
+            await self._discard(life)
+
+    async def _discard(self, life: _Life) -> None:
+        """Ends a life that did not come up. It was never given anything, so its death is not waited for any longer."""
+        ray.kill(life.actor, no_restart=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                await until_died(life.actor)
+        await self._worker_lost(life)
 
     async def _admit(self, life: _Life) -> None:
         """Compares fingerprints, connects the worker to ingresses and peers, then lets it serve."""
@@ -190,10 +214,10 @@ class ControllerProcess:
         elif life.spec.role == "decode":
             pairs = [(other, life) for other in joined if other.spec.role == "prefill"]
         for prefill, decode in pairs:
-            await _quiet(prefill.actor.warm_decode_peer.remote(_decode_address(decode)))
+            await quiet(prefill.actor.warm_decode_peer.remote(_decode_address(decode)))
 
     async def _watch_worker(self, life: _Life) -> None:
-        await _quiet(life.actor.wait_until_stopped.remote())
+        await until_dead(life.actor)
         await self._worker_lost(life)
 
     async def _worker_lost(self, life: _Life) -> None:
@@ -206,28 +230,36 @@ class ControllerProcess:
         logger.warning("worker_lost worker=%s incarnation=%s", spec.worker_id, spec.incarnation)
         await self._notify()
         others = [other for other in self._lives.values() if other is not life and other.join is not None]
-        await asyncio.gather(*(_quiet(other.actor.peer_gone.remote(spec.incarnation)) for other in others))
+        await asyncio.gather(*(quiet(other.actor.peer_gone.remote(spec.incarnation)) for other in others))
         if slot.restart_at_ns is None:
             logger.error("worker_given_up worker=%s", spec.worker_id)
             return
         await asyncio.sleep(max(0, slot.restart_at_ns - time.monotonic_ns()) / 1e9)
         if not self._stopping:
-            self._spawn(self._start_worker(spec))
+            self._spawn(self._replace(spec))
 
     # --- ingresses and people -----------------------------------------------------------------------------
 
-    async def register_ingress(self, address: IngressAddress) -> ClusterView:
-        """Lets every worker dial a new ingress. Returns the membership."""
+    async def register_ingress(self, address: IngressAddress, actor: Any) -> ClusterView:
+        """Lets every worker dial a new ingress, until ``actor``, which it runs in, is dead. Returns the membership."""
         self._ingresses[address.incarnation] = address
+        self._spawn(self._watch_ingress(address.incarnation, actor))
         lives = [life for life in self._lives.values() if life.join is not None]
-        await asyncio.gather(*(_quiet(life.actor.add_ingress.remote(address)) for life in lives))
+        await asyncio.gather(*(quiet(life.actor.add_ingress.remote(address)) for life in lives))
         return self._view()
 
+    async def _watch_ingress(self, incarnation: str, actor: Any) -> None:
+        await until_died(actor)
+        if not self._stopping:
+            await self.forget_ingress(incarnation)
+
     async def forget_ingress(self, incarnation: str) -> None:
-        """An ingress is gone; workers stop dialling it."""
-        if self._ingresses.pop(incarnation, None) is not None:
-            lives = [life for life in self._lives.values() if life.join is not None]
-            await asyncio.gather(*(_quiet(life.actor.remove_ingress.remote(incarnation)) for life in lives))
+        """An ingress is gone: workers stop dialling it, and end what they still do for it."""
+        if self._ingresses.pop(incarnation, None) is None:
+            return
+        logger.warning("ingress_lost incarnation=%s", incarnation)
+        lives = [life for life in self._lives.values() if life.join is not None]
+        await asyncio.gather(*(quiet(life.actor.remove_ingress.remote(incarnation)) for life in lives))
 
     async def watch(self, after_version: int) -> ClusterView:
         """Returns the membership once it is newer than ``after_version``, or after ``WATCH_DEADLINE_S``."""
@@ -246,11 +278,11 @@ class ControllerProcess:
         """Returns the controller's, the directory's and the store node's part of ``kopir status --json``."""
         nodes: list[dict[str, Any]] = []
         if self._store is not None:
-            answer = await _quiet(self._store.status.remote())
+            answer = await quiet(self._store.status.remote())
             if answer:
                 nodes.append(answer)
         directory_pid = None if self._directory_address is None else self._directory_address.pid
-        known = await _quiet(self._directory.status.remote()) if self._directory is not None else None
+        known = await quiet(self._directory.status.remote()) if self._directory is not None else None
         return {
             "controller": {"pid": os.getpid()},
             "directory": known or {"pid": directory_pid},
@@ -290,7 +322,12 @@ class ControllerProcess:
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("duty_failed task=%s", task.get_coro(), exc_info=error)
 
 
 def _decode_address(life: _Life) -> DecodeAddress:
@@ -301,17 +338,6 @@ def _decode_address(life: _Life) -> DecodeAddress:
         kv_host=life.join.kv_host,
         kv_port=life.join.kv_port,
     )
-
-
-async def _quiet(reference: Any) -> Any:
-    """Awaits a Ray call to a process that may be dead or slow. Returns None instead of raising."""
-    try:
-        return await reference
-    except (RayActorError, ray.exceptions.RayTaskError, asyncio.CancelledError) as error:
-        if isinstance(error, asyncio.CancelledError):
-            raise
-        logger.info("call_failed error=%s", error)
-        return None
 
 
 # The library's decorator is untyped, so it is applied here and not above the class.

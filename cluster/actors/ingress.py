@@ -16,9 +16,9 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
-from cluster.actors.controller import CONTROLLER_NAME, NAMESPACE
+from cluster.actors.controller import CONTROLLER_NAME, NAMESPACE, WATCH_DEADLINE_S
 from cluster.config import Config
 from cluster.ingress.app import IngressApp
 from kvstore.core.ids import Incarnation
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 DEPLOYMENT_NAME = "kopir-ingress"
 APPLICATION_NAME = "kopir"
 CONTROLLER_RETRY_S = 0.5
+WATCH_ANSWER_DEADLINE_S = WATCH_DEADLINE_S + 20.0
+"""The controller answers within the first; beyond the second it is asked anew."""
 
 
 class IngressReplica:
@@ -53,7 +55,9 @@ class IngressReplica:
             port=port,
             pid=os.getpid(),
         )
-        self._ingress.set_view(await self._controller.register_ingress.remote(address))
+        # The controller learns from the actor that this process is gone.
+        actor = ray.get_runtime_context().current_actor
+        self._ingress.set_view(await self._controller.register_ingress.remote(address, actor))
         self._watcher = asyncio.create_task(self._watch())
 
     async def _stop(self) -> None:
@@ -65,18 +69,20 @@ class IngressReplica:
         """Keeps the membership current. A controller that is gone leaves the last view standing."""
         while True:
             try:
-                view = await self._controller.watch.remote(self._ingress.view_version)
+                async with asyncio.timeout(WATCH_ANSWER_DEADLINE_S):
+                    view = await self._controller.watch.remote(self._ingress.view_version)
                 self._ingress.set_view(view)
-            except RayActorError as error:
-                logger.warning("controller_lost error=%s", error)
+            except Exception as error:
+                # Whatever it was, an ingress that no longer follows the membership would serve with dead workers.
+                logger.warning("controller_lost error=%s", error or type(error).__name__, exc_info=error)
                 await asyncio.sleep(CONTROLLER_RETRY_S)
-                with suppress(ValueError):
+                with suppress(ValueError, RayError):
                     self._controller = ray.get_actor(CONTROLLER_NAME, namespace=NAMESPACE)
 
     async def _cluster_status(self) -> dict[str, Any]:
         try:
             return await asyncio.wait_for(self._controller.status.remote(), timeout=5)
-        except (RayActorError, TimeoutError):
+        except (RayError, TimeoutError):
             return {"controller": {"pid": None}, "store": []}
 
 

@@ -117,6 +117,8 @@ class MiniCluster:
         self._version = 0
         self._num_started: Counter[str] = Counter()
         self.gone: list[str] = []
+        self.fatal: list[BaseException] = []
+        """Why workers could not go on; in a cluster of processes each of these ends one."""
 
     async def start(self, *roles: str, **spec: Any) -> None:
         """Starts the store, one worker per role named, and the relay; returns when a request can be served."""
@@ -163,7 +165,7 @@ class MiniCluster:
             store_port=self._store_address[1],
             **(fields | changes),
         )
-        worker = Worker(spec, SECRET)
+        worker = Worker(spec, SECRET, on_fatal=self.fatal.append)
         join = await asyncio.to_thread(worker.start)
         self.workers[spec.worker_id] = (worker, join)
         await asyncio.to_thread(worker.add_ingress, self.address)
@@ -239,6 +241,7 @@ class MiniCluster:
             await asyncio.to_thread(worker.close)
         if self.store is not None:
             await asyncio.to_thread(self.store.close)
+        assert not self.fatal, self.fatal
 
     # --- requests -------------------------------------------------------------------------------------------------
 
