@@ -213,7 +213,7 @@ class LimitsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 256
     max_body_bytes: Annotated[PositiveBytes, doc("Largest request body; a larger one gets 413.")] = 4 * MIB
     max_stream_backlog_tokens: Annotated[
-        PositiveCount, doc("Tokens held for a client that reads slowly before its stream ends as `client_stalled`.")
+        PositiveCount, doc("Tokens of a stream that may be computed ahead of what has been written; it waits beyond.")
     ] = 4096
 
 
