@@ -176,13 +176,13 @@ def test_watch_redraws_and_gives_the_terminal_back(endpoint: Endpoint, columns: 
         assert b"\x1b[?1049h" in screen.shown and b"\x1b[?25l" in screen.shown
         endpoint.scripts["/internal/status"] = answer_json({**STATUS, "leases": 77})
         screen.until(lambda shown: b" 77 leases" in b" ".join(CODES.sub(b"", shown).split()), "the new state")
+        frames = screen.shown.replace(b"\x1b[H", b"\n")  # Each is drawn from the upper left corner.
         screen.type(CTRL_C)
         assert screen.ended() == 130
         assert screen.settings == screen.before
         assert screen.shown.rindex(b"\x1b[?1049l") > screen.shown.rindex(b"\x1b[?1049h")
         assert screen.shown.rindex(b"\x1b[?25h") > screen.shown.rindex(b"\x1b[?25l")
         assert b"Traceback" not in screen.shown
-        frames = screen.shown.replace(b"\x1b[H", b"\n")  # Each is drawn from the upper left corner.
         lines = CODES.sub(b"", frames).decode().replace("\r", "").split("\n")
         assert max(map(len, lines)) <= columns
 
