@@ -35,6 +35,8 @@ READ_BYTES = 1 << 16
 SLOW_BUFFER_BYTES = 1 << 14
 SLOW_LOGPROBS = 20
 """Makes events large: buffers of the system on the way would hold thousands of small ones."""
+EVENT = b'data: {"id"'
+END_BYTES = 400
 TICK_HZ = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 MIB = 1 << 20
@@ -177,20 +179,19 @@ class _Bench:
 
     async def _read_whole(self, number: int, counter: _Counter) -> None:
         reader, writer = await self._open(number)
-        tail, is_done = b"", False
+        tail = end = b""
         try:
             while data := await asyncio.wait_for(reader.read(READ_BYTES), CONNECT_DEADLINE_S):
-                # An event may be cut anywhere by a read: what could be its beginning is looked at again.
+                # An event may be cut anywhere by a read: what could be the beginning of one is looked at again.
                 seen = tail + data
-                counter.events += seen.count(b'data: {"id"')
+                counter.events += seen.count(EVENT)
                 counter.reads += 1
-                is_done = is_done or b"data: [DONE]" in seen
-                cut = seen.rfind(b"data: ")
-                tail = seen[cut:] if cut >= 0 and len(seen) - cut < 11 else seen[-5:] if cut < 0 else b""
+                tail = seen[1 - len(EVENT) :]
+                end = (end + data[-END_BYTES:])[-END_BYTES:]
         finally:
             writer.close()
-        if not is_done:
-            raise RuntimeError(f"stream {number} ended without [DONE]")
+        if b"data: [DONE]" not in end:
+            raise RuntimeError(f"stream {number} ended without [DONE], but with {end!r}")
 
 
 @dataclass(slots=True)

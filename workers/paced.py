@@ -47,19 +47,22 @@ class PacedEngine:
         )
         self._hashes = pool.bytes_view[:, : pool.layout.block_tokens * _HASH_BYTES].view(np.uint64)
         """Shape (num_blocks, block_tokens): a view into the blocks themselves."""
+        self._logits = torch.zeros(0, vocab_size)
+        """Zero but for what ``_chosen`` names: filling a new one would be most of what a step costs."""
+        self._chosen: list[int] = []
 
     def forward(self, chunks: Sequence[SeqChunk]) -> Tensor:
         """Runs the chunks as one step; returns float32 logits (chunks that want logits, vocab_size), in order.
 
-        Modifies: the pool, at the positions of the chunks. Raises: BadInput for a chunk that cannot be run.
+        They are valid until the next call. Modifies: the pool, at the positions of the chunks. Raises: BadInput for a
+        chunk that cannot be run.
         """
         until_s = time.monotonic() + self.duration_s(chunks)
         for chunk in chunks:
             check_chunk(chunk, self.limits)
         chosen = [self._run(chunk) for chunk in chunks]
         wanted = [token_id for token_id, chunk in zip(chosen, chunks, strict=True) if chunk.want_logits]
-        logits = torch.zeros(len(wanted), self.limits.vocab_size)
-        logits[torch.arange(len(wanted)), torch.tensor(wanted, dtype=torch.int64)] = CHOSEN_LOGIT
+        logits = self._rows(wanted)
         # The time of a step is what this engine is for.
         time.sleep(max(0.0, until_s - time.monotonic()))
         return logits
@@ -69,6 +72,18 @@ class PacedEngine:
         streams = [chunk for chunk in chunks if len(chunk.token_ids) == 1 and chunk.want_logits]
         num_prompt_tokens = sum(len(chunk.token_ids) for chunk in chunks) - len(streams)
         return (self._step_s if streams else 0.0) + num_prompt_tokens * self._prefill_s_per_token
+
+    def _rows(self, token_ids: list[int]) -> Tensor:
+        """Returns one row for each token, which is the only one that can be chosen from it."""
+        if len(token_ids) > len(self._logits):
+            self._logits, self._chosen = torch.zeros(len(token_ids), self.limits.vocab_size), []
+        flat = self._logits.numpy()
+        for row, token_id in enumerate(self._chosen):
+            flat[row, token_id] = 0.0
+        for row, token_id in enumerate(token_ids):
+            flat[row, token_id] = CHOSEN_LOGIT
+        self._chosen = token_ids
+        return self._logits[: len(token_ids)]
 
     def _run(self, chunk: SeqChunk) -> int:
         block_tokens, table = self.limits.block_tokens, chunk.block_table

@@ -18,7 +18,6 @@ from prometheus_client import CollectorRegistry
 
 from cluster.config import Config
 from cluster.core import attempt_events as ev
-from cluster.core.attempt_events import WorkerRef
 from cluster.core.attempts import Phase, RequestMachine, RetryTerms
 from cluster.core.policy import Policy
 from cluster.core.prefix_router import Decision
@@ -28,6 +27,7 @@ from cluster.ingress.api.backend import Backend, Generation, ReadyState
 from cluster.ingress.api.errors import InvalidRequest, Overloaded
 from cluster.ingress.fleet import Fleet
 from cluster.ingress.generation import RunningRequest
+from cluster.ingress.link_orders import LinkOrders
 from cluster.ingress.placement import Placement, for_journal
 from cluster.ingress.record_book import RecordBook
 from cluster.ingress.relay import RelayServer, WorkerLink
@@ -42,17 +42,12 @@ from kvstore.core.messages import (
     AttemptFault,
     CacheChanged,
     CacheSnapshot,
-    Cancel,
     CancelAck,
-    Credit,
     Frame,
     GenerationSpec,
-    Prefill,
     PrefillDone,
     PrefillStarted,
     Refused,
-    Resend,
-    Reserve,
     Reserved,
     Status,
 )
@@ -68,7 +63,7 @@ PROGRESS_S = 0.25
 """How often the ledger is told how far running requests are."""
 
 
-class RelayBackend(Backend):
+class RelayBackend(LinkOrders, Backend):
     """``Backend`` over workers that dial in."""
 
     def __init__(
@@ -92,9 +87,9 @@ class RelayBackend(Backend):
         self.system_fingerprint = system_fingerprint
         self._model_revision = model_revision
         self._config = config
-        self._clock_ns = clock_ns
         self._metrics = RelayMetrics(registry)
-        self._relay = RelayServer(me=me, secret=secret, lease_ms=config.attempts.lease_ms, clock_ns=clock_ns, sink=self)
+        relay = RelayServer(me=me, secret=secret, lease_ms=config.attempts.lease_ms, clock_ns=clock_ns, sink=self)
+        super().__init__(relay, clock_ns=clock_ns, reservation_ms=config.attempts.reservation_ms)
         self._fleet = Fleet(me.host_identity, on_gone=self._on_worker_gone)
         self._running: dict[str, RunningRequest] = {}
         self._by_attempt: dict[str, RunningRequest] = {}
@@ -331,7 +326,7 @@ class RelayBackend(Backend):
         self._cool.failed(incarnation, self._clock_ns())
         # A combined worker holds both sides under one lease.
         for role in ev.ROLES:
-            if self._ref(request, attempt_id, role).incarnation == incarnation:
+            if self.ref(request, attempt_id, role).incarnation == incarnation:
                 now_ns = self._clock_ns()
                 request.step(ev.LeaseLapsed(now_ns=now_ns, attempt_id=attempt_id, epoch=epoch, role=role))
 
@@ -526,94 +521,6 @@ class RelayBackend(Backend):
                     load[incarnation] = load.get(incarnation, 0) + 1
         return load
 
-    def send_reserve(self, generation: RunningRequest, order: ev.SendReserve) -> None:
-        """Asks decode for blocks."""
-        message = Reserve(
-            request_id=generation.request_id,
-            attempt_id=order.attempt_id,
-            epoch=order.epoch,
-            spec=generation.spec,
-            reservation_ms=self._config.attempts.reservation_ms,
-        )
-        self._dispatch(generation, "decode", message)
-
-    def send_prefill(self, generation: RunningRequest, order: ev.SendPrefill) -> None:
-        """Sends the prompt with the ticket."""
-        message = Prefill(
-            request_id=generation.request_id,
-            attempt_id=order.attempt_id,
-            epoch=order.epoch,
-            spec=generation.spec,
-            ticket=generation.ticket,
-        )
-        self._dispatch(generation, "prefill", message)
-
-    def _dispatch(self, generation: RunningRequest, role: ev.Role, message: Reserve | Prefill) -> None:
-        ref = self._ref(generation, message.attempt_id, role)
-        link = self._relay.links.get(ref.incarnation)
-        if link is not None:
-            link.leases.dispatch(message.attempt_id, message.epoch, now_ns=self._clock_ns())
-        if link is None or not link.send(message):
-            # Nothing left the process, so there is nothing to fence.
-            refused = ev.WorkerRefused(
-                now_ns=self._clock_ns(),
-                attempt_id=message.attempt_id,
-                epoch=message.epoch,
-                role=role,
-                code="no_capacity",
-                message=f"{ref.worker_id} is not connected",
-            )
-            asyncio.get_running_loop().call_soon(generation.step, refused)
-
-    def send_cancel(self, generation: RunningRequest, order: ev.SendCancel) -> None:
-        """Revokes the lease, then tells the worker to stop."""
-        ref = self._ref(generation, order.attempt_id, order.role)
-        granter = self._relay.known_granter(ref.incarnation)
-        if granter is not None:
-            granter.revoke(order.attempt_id, order.epoch)
-        link = self._relay.links.get(ref.incarnation)
-        if link is not None:
-            link.send(Cancel(attempt_id=order.attempt_id, epoch=order.epoch, reason=order.reason))
-
-    def ask_resend(self, generation: RunningRequest, order: ev.AskResend) -> None:
-        """Asks decode for what may have died with its last connection."""
-        link = self._relay.links.get(self._ref(generation, order.attempt_id, "decode").incarnation)
-        if link is not None:
-            link.send(Resend(attempt_id=order.attempt_id, epoch=order.epoch, next_index=order.next_index))
-
-    def wait_for_fence(self, generation: RunningRequest, order: ev.WaitForFence) -> None:
-        """Fires the machine's timer once the lease of this side has surely run out."""
-        delay_s = max(0, self._safe_after_ns(generation, order) - self._clock_ns()) / 1e9
-        if delay_s > 0:
-            # A lease that was renewed meanwhile moves the moment: look again then.
-            handle = asyncio.get_running_loop().call_later(delay_s, self._fence_due, generation, order)
-            generation.timers.add(handle)
-        else:
-            asyncio.get_running_loop().call_soon(self._fence_due, generation, order)
-
-    def _fence_due(self, generation: RunningRequest, order: ev.WaitForFence) -> None:
-        if generation.machine.closed:
-            return
-        if self._safe_after_ns(generation, order) > self._clock_ns():
-            self.wait_for_fence(generation, order)
-            return
-        fired = ev.TimerFired(now_ns=self._clock_ns(), attempt_id=order.attempt_id, epoch=order.epoch, role=order.role)
-        generation.step(fired)
-
-    def _safe_after_ns(self, generation: RunningRequest, order: ev.WaitForFence) -> int:
-        """Returns when this side has surely stopped; 0 where it holds nothing."""
-        granter = self._relay.known_granter(self._ref(generation, order.attempt_id, order.role).incarnation)
-        return (granter.safe_after_ns(order.attempt_id, order.epoch) if granter is not None else None) or 0
-
-    def give_credit(self, generation: RunningRequest, max_index: int) -> None:
-        """Lets decode compute further ahead of the client."""
-        attempt = generation.machine.current
-        if attempt is None:
-            return
-        link = self._relay.links.get(attempt.workers["decode"].incarnation)
-        if link is not None:
-            link.send(Credit(attempt_id=attempt.attempt_id, epoch=attempt.epoch, max_index=max_index))
-
     def count_dropped(self, order: ev.DropTokens) -> None:
         """Counts tokens that were not handed on."""
         self._metrics.dropped(order.reason, order.num_tokens)
@@ -646,12 +553,6 @@ class RelayBackend(Backend):
             generation.trace.generation_ended(record, ended_ns=ended_ns)
         if generation.machine.phase is not Phase.FINISHED:
             logger.info("request_ended request_id=%s phase=%s", generation.request_id, record["phase"])
-
-    def _ref(self, generation: RunningRequest, attempt_id: str, role: ev.Role) -> WorkerRef:
-        for attempt in generation.machine.attempts:
-            if attempt.attempt_id == attempt_id:
-                return attempt.workers[role]
-        raise AssertionError(f"{attempt_id} is no attempt of {generation.request_id}")
 
     def _on_worker_gone(self, incarnation: str) -> None:
         """A life is proved over."""

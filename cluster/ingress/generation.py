@@ -112,14 +112,21 @@ class RunningRequest(Generation):
     def has_restarted(self) -> bool:
         return any(isinstance(item, Restarted) for item in self._queue)
 
-    @property
-    def has_more(self) -> bool:
-        return bool(self._queue) and isinstance(self._queue[0], TokenBatch | Ended)
-
-    async def next(self) -> GenerationEvent:
+    async def arrived(self) -> None:
         while not self._queue:
             self._arrived.clear()
             await self._arrived.wait()
+
+    def take_ready(self) -> TokenBatch | None:
+        if not self._queue or not self._gave_tokens or not isinstance(self._queue[0], TokenBatch):
+            return None
+        batch = self._queue.popleft()
+        assert isinstance(batch, TokenBatch)
+        self._renew_credit(batch.first_index + len(batch.token_ids))
+        return batch
+
+    async def next(self) -> GenerationEvent:
+        await self.arrived()
         if isinstance(self._queue[0], TokenBatch) and not self._gave_tokens:
             # Prefill says how much was cached on another connection than the one the token came by.
             try:

@@ -115,21 +115,28 @@ class RequestStore:
 
     def write(self, rows: Sequence[RequestRow], *, now_ms: int) -> None:
         """Writes the newest state of requests, in order; what a living owner says replaces what was guessed."""
+        if not rows:
+            return
+        values = [
+            {
+                "request_id": row.request_id,
+                "tenant": row.tenant,
+                "owner": row.owner,
+                "phase": row.phase,
+                "is_ended": row.is_ended,
+                "first_delta_sent": row.first_delta_sent,
+                "delivered_output_tokens": row.delivered_output_tokens,
+                "updated_at_ms": now_ms,
+                "admitted_at_ms": now_ms,
+                "record": json.dumps(row.record),
+            }
+            for row in rows
+        ]
+        insert = self._database.insert(requests)
+        newer = {name: insert.excluded[name] for name in values[0] if name not in ("request_id", "admitted_at_ms")}
         with self._database.transaction() as connection:
-            for row in rows:
-                values = {
-                    "request_id": row.request_id,
-                    "tenant": row.tenant,
-                    "owner": row.owner,
-                    "phase": row.phase,
-                    "is_ended": row.is_ended,
-                    "first_delta_sent": row.first_delta_sent,
-                    "delivered_output_tokens": row.delivered_output_tokens,
-                    "updated_at_ms": now_ms,
-                    "record": json.dumps(row.record),
-                }
-                insert = self._database.insert(requests).values(**values, admitted_at_ms=now_ms)
-                connection.execute(insert.on_conflict_do_update(index_elements=["request_id"], set_=values))
+            # One statement for all rows: building one for each takes longer than the database does.
+            connection.execute(insert.on_conflict_do_update(index_elements=["request_id"], set_=newer), values)
 
     def find(self, request_id: str, *, tenant: str) -> RequestRow | None:
         """Returns the row of a request of ``tenant``; None when there is none."""

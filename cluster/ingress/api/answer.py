@@ -249,7 +249,7 @@ class Answer(ABC):
             while any(choice.finish is None for choice in self._choices):
                 choice, event = await self._next(send, events)
                 if isinstance(event, TokenBatch | Ended):
-                    if choice.started.has_restarted:
+                    if not choice.is_marked and choice.started.has_restarted:
                         continue  # Its attempt was lost between the giving and the taking of this event.
                     for other in self._choices:
                         if other.generation is None:
@@ -290,6 +290,8 @@ class Answer(ABC):
             piece = choice.end(event.finish)
         else:
             piece = choice.take(event)
+            while not choice.is_stopped and (batch := self._put_aside(choice, piece)) is not None:
+                piece = choice.take(batch)
             if not choice.is_stopped:
                 await self._piece(send, choice, piece)
                 return False
@@ -299,6 +301,10 @@ class Answer(ABC):
         await self._finish(send, choice, piece)
         choice.is_over = True
         return True
+
+    def _put_aside(self, choice: Choice, piece: Piece) -> TokenBatch | None:
+        """Puts output aside to be shown with what comes next, which it returns; None to show it now."""
+        return None
 
     @abstractmethod
     async def _piece(self, send: Send, choice: Choice, piece: Piece) -> None:

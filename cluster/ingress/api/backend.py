@@ -109,10 +109,13 @@ class Generation(ABC):
         """True when a ``Restarted`` waits to be read: what ``next()`` gave before is void and must not be written."""
         return False
 
-    @property
-    def has_more(self) -> bool:
-        """True when more of the answer is here already: ``next()`` gives it without waiting."""
-        return False
+    async def arrived(self) -> None:
+        """Returns once ``next()`` has something to give; at once where that is not known. Grants nothing."""
+        return
+
+    def take_ready(self) -> TokenBatch | None:
+        """Does what ``next()`` does when tokens are here already; None when something else is next, or nothing."""
+        return None
 
     @abstractmethod
     async def next(self) -> GenerationEvent:

@@ -114,6 +114,8 @@ class Choice:
 
     def take_scored(self) -> list[ScoredToken]:
         """Returns the logprobs of tokens whose text is out, once each."""
+        if not self._scored:
+            return []
         num_due = min(self.num_delivered, self._text.num_visible_tokens) - self._num_scored
         due = [self._scored.popleft() for _ in range(min(num_due, len(self._scored)))]
         self._num_scored += len(due)

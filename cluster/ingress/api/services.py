@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.ingress.api.backend import Backend
 from cluster.ingress.api.idempotency import IdempotencyKeys
+from cluster.ingress.api.pace import WritePace
 from cluster.ingress.api.plan import ModelFacts, Planner
 from cluster.ingress.api.seats import Seats
 from cluster.ingress.api.tenants import Tenants
@@ -51,6 +52,7 @@ class Services:
     metrics: IngressMetrics = field(default_factory=IngressMetrics)
     refresh_metrics: Callable[[], Awaitable[None]] | None = None
     """Brings what other processes count up to date before metrics are rendered."""
+    pace: WritePace = field(default_factory=WritePace)
     tenants: Tenants = field(default_factory=Tenants)
     seats: Seats | None = None
     """None: everybody starts at once."""

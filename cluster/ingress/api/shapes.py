@@ -29,10 +29,14 @@ from cluster.ingress.api.wire import (
     ToolCallDelta,
     TopLogprob,
     Usage,
+    encode_json,
     event,
 )
 from cluster.ingress.detokenize import TokenTable
 from kvstore.core.messages import TokenLogprobs
+
+_MARK = "\ue000text\ue000"
+"""Stands for the text when the constant parts of an event are worked out."""
 
 ScoredToken = tuple[int, TokenLogprobs]
 """(token id, its logprobs)."""
@@ -57,6 +61,8 @@ class AnswerShape(ABC):
             "system_fingerprint": fingerprint,
         }
         self._chunk_usage: UnsetType | None = None if plan.include_usage else UNSET
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """Choice -> what comes before and after the text of an event that has nothing else."""
 
     @classmethod
     def of(cls, plan: AnswerPlan) -> type[AnswerShape]:
@@ -90,6 +96,19 @@ class AnswerShape(ABC):
 
     def _chunk(self, choice: Any) -> bytes:
         return event(AnswerBody(object=self.chunk_object, choices=[choice], usage=self._chunk_usage, **self._constant))
+
+    @abstractmethod
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """Returns the event of a piece of text without anything else."""
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        """Returns what ``_text_chunk`` returns; all but the text is encoded once in a stream's life."""
+        around = self._around.get(index)
+        if around is None:
+            before, mark, after = self._text_chunk(index, _MARK).partition(encode_json(_MARK))
+            assert mark, "an event without its text"
+            around = self._around[index] = (before, after)
+        return around[0] + encode_json(text) + around[1]
 
     def _name(self, token_id: int) -> str:
         """Returns the token as text; bytes that are no text by themselves are spelled out."""
@@ -130,7 +149,12 @@ class ChatShape(AnswerShape):
         first = Delta(role="assistant", content="")
         return b"".join(self._chunk(ChatChunkChoice(index, first)) for index in range(num_choices))
 
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        return self._chunk(ChatChunkChoice(index, Delta(content=text)))
+
     def delta(self, index: int, piece: Piece, scored: Sequence[ScoredToken]) -> bytes:
+        if not piece.calls and not scored:
+            return self._text_event(index, piece.text)
         logprobs = self._logprobs(scored) if scored else None
         events = []
         if piece.text or not piece.calls:
@@ -179,8 +203,13 @@ class CompletionShape(AnswerShape):
     def opening(self, num_choices: int) -> bytes:
         return b""
 
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        return self._chunk(CompletionChoice(index, text))
+
     def delta(self, index: int, piece: Piece, scored: Sequence[ScoredToken]) -> bytes:
-        return self._chunk(CompletionChoice(index, piece.text, self._logprobs(index, scored) if scored else None))
+        if not scored:
+            return self._text_event(index, piece.text)
+        return self._chunk(CompletionChoice(index, piece.text, self._logprobs(index, scored)))
 
     def finish(self, index: int, reason: FinishReason) -> bytes:
         return self._chunk(CompletionChoice(index, "", None, reason))

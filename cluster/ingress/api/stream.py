@@ -7,17 +7,19 @@ hand (or the end, when there is none), so that every failure up to there is an o
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 
-from cluster.ingress.api.answer import Answer, Send
-from cluster.ingress.api.backend import GenerationEvent, Interrupted
+from cluster.ingress.api.answer import Answer, Receive, Send
+from cluster.ingress.api.backend import GenerationEvent, Interrupted, TokenBatch
 from cluster.ingress.api.choice import Choice, Merge
 from cluster.ingress.api.errors import ApiError
 from cluster.ingress.api.wire import DONE_EVENT, InterruptionError, Piece, StartedError, error_event
 
 HELD_EVENTS_MAX = 64
 HELD_BYTES_MAX = 1 << 16
+"""What one write takes along at most, so that no stream keeps the others waiting for long."""
 
 _START = {
     "type": "http.response.start",
@@ -36,14 +38,30 @@ class StreamedAnswer(Answer):
     _last_event_s = 0.0
     _has_opening = False
     """The role deltas went out."""
-    _held = b""
-    """Whole events of a started answer that go out with the next ones, because those are here already."""
-    _num_held = 0
+    _written_s = 0.0
+    """When the last write began."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: list[bytes] = []
+        """Whole events of a started answer that go out with the next one, which is here already."""
+        self._num_held_bytes = 0
+
+    async def run(self, receive: Receive, send: Send) -> None:
+        try:
+            await super().run(receive, send)
+        finally:
+            if self._has_opening:
+                self._services.pace.left()
 
     async def _next(self, send: Send, events: Merge) -> tuple[Choice, GenerationEvent]:
         """Waits for the next event; until the first output it writes comments meanwhile, where that is switched on."""
         keep_alive = self._services.limits.keep_alive
-        if self._has_opening or keep_alive.ping_s <= 0:
+        if self._has_opening:
+            if len(self._choices) == 1:
+                await self._keep_pace(self._choices[0])
+            return await events.next()
+        if keep_alive.ping_s <= 0:
             return await events.next()
         waiting = asyncio.ensure_future(events.next())
         try:
@@ -52,6 +70,13 @@ class StreamedAnswer(Answer):
             return waiting.result()
         finally:
             waiting.cancel()
+
+    async def _keep_pace(self, choice: Choice) -> None:
+        """Lets a fast stream gather tokens before the next write. Nothing is taken meanwhile: a cut drops them all."""
+        await choice.started.arrived()
+        left_s = self._written_s + self._services.pace.pause_s - self._services.monotonic_s()
+        if left_s > 0:
+            await asyncio.sleep(left_s)
 
     async def _ping(self, send: Send) -> None:
         await self._write_down()
@@ -75,19 +100,27 @@ class StreamedAnswer(Answer):
     def _restarted(self, choice: Choice) -> None:
         """Nothing is gathered here."""
 
-    async def _piece(self, send: Send, choice: Choice, piece: Piece) -> None:
-        if piece:
+    def _put_aside(self, choice: Choice, piece: Piece) -> TokenBatch | None:
+        """One write of many events costs little more than of one. Nothing is awaited until they are written."""
+        if (
+            not self._has_opening
+            or len(self._choices) > 1
+            or len(self._held) >= HELD_EVENTS_MAX
+            or self._num_held_bytes >= HELD_BYTES_MAX
+        ):
+            return None
+        batch = choice.started.take_ready()
+        if batch is not None and piece:
             data = self._shape.delta(choice.index, piece, choice.take_scored())
-            if self._may_hold(choice, data):
-                self._held += data
-                self._num_held += 1
-                return
+            self._held.append(data)
+            self._num_held_bytes += len(data)
+        return batch
+
+    async def _piece(self, send: Send, choice: Choice, piece: Piece) -> None:
+        if piece or self._held:
+            data = self._shape.delta(choice.index, piece, choice.take_scored()) if piece else b""
             await self._write(send, choice, data, more=True)
             self._observe_gap()
-        elif self._held:
-            if choice.started.has_more:
-                return
-            await self._write(send, choice, b"", more=True)
         if choice.is_marked:
             # Tokens without text of their own count once everything before them is out.
             choice.started.delivered(choice.num_delivered)
@@ -96,16 +129,6 @@ class StreamedAnswer(Answer):
         """Writes what is held. To be awaited where no event of the stream follows for a while."""
         if self._held:
             await self._write(send, choice, b"", more=True)
-
-    def _may_hold(self, choice: Choice, data: bytes) -> bool:
-        """One write of many events costs little more than of one. What is held counts as delivered once it is out."""
-        return (
-            self._has_opening
-            and len(self._choices) == 1
-            and choice.started.has_more
-            and self._num_held < HELD_EVENTS_MAX
-            and len(self._held) + len(data) < HELD_BYTES_MAX
-        )
 
     async def _finish(self, send: Send, choice: Choice, piece: Piece) -> None:
         assert choice.finish is not None, f"choice {choice.index} has no end"
@@ -133,20 +156,26 @@ class StreamedAnswer(Answer):
         )
         self._interruption = msgspec.to_builtins(error)
         usage = self._shape.usage(self._usage()) if self._plan.include_usage else b""
-        held, self._held, self._num_held = self._held, b"", 0
-        # What is held has been taken and counts as delivered: it goes out first.
-        await send({"type": "http.response.body", "body": held + usage + error_event(error), "more_body": False})
+        # Only an error of our own leaves something held; it was taken and is counted, so it goes out.
+        data = b"".join((*self._held, usage, error_event(error)))
+        self._held.clear()
+        await send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def _write(self, send: Send, choice: Choice, data: bytes, *, more: bool) -> None:
         """Writes output of one choice; the first of all brings the headers and the openings of all choices."""
         await self._mark_started(choice)
         if not self._has_opening:
             self._has_opening = True
+            self._services.pace.joined()
             self._observe_start(choice)
             data = self._shape.opening(len(self._choices)) + data
             await self._open(send)
-        held, self._held, self._num_held = self._held, b"", 0
-        await send({"type": "http.response.body", "body": held + data, "more_body": more})
+        if self._held:
+            data = b"".join((*self._held, data))
+            self._held.clear()
+            self._num_held_bytes = 0
+        self._written_s = self._services.monotonic_s()
+        await send({"type": "http.response.body", "body": data, "more_body": more})
 
     def _observe_gap(self) -> None:
         now_s = self._services.monotonic_s()

@@ -159,6 +159,10 @@ class ToolAnswer(Answer):
             return
         await super()._piece(send, choice, self._shown(piece))  # type: ignore[safe-super]
 
+    def _put_aside(self, choice: Choice, piece: Piece) -> TokenBatch | None:
+        """Each piece is looked at by itself: it may belong to a call, or wait for recorded ones."""
+        return None
+
     async def _finish(self, send: Send, choice: Choice, piece: Piece) -> None:
         if choice.has_whole_calls:
             if piece:
