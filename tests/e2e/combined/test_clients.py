@@ -24,6 +24,7 @@ from ..golden import make_prompt
 FLOWS = Path(__file__).parents[1] / "client_flows"
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 DEADLINE_S = 300.0
+pytestmark = pytest.mark.timeout(900)  # Whichever comes first makes the environment of the libraries.
 
 Flows = Callable[[str], dict[str, Any]]
 
@@ -65,7 +66,6 @@ def flows(combined: Cluster, capital: str) -> Iterator[Flows]:
             process.communicate()
 
 
-@pytest.mark.timeout(700)  # The first test makes the environment of the libraries where it is not there.
 @pytest.mark.parametrize("major", [3, 2])
 def test_the_official_client(flows: Flows, capital: str, major: int) -> None:
     """Two major versions: sync, async, ``.stream()``, parse, tools, typed errors; an answer that is left is freed."""
