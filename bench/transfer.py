@@ -108,7 +108,7 @@ class Pair:
         self.close_transport()
         ours, theirs = ends or (None, None)
         transport = self._transport = open_transport(ours)
-        address = self._ask(Relink(transport.address(), theirs))
+        address = self._ask(Relink(transport.address_for(RECEIVER), theirs))
         before = time.perf_counter()
         transport.connect(RECEIVER, address, same_host=ends is None, deadline_s=DEADLINE_S)
         self._connection.recv()

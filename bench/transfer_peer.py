@@ -152,7 +152,7 @@ class _Receiver:
         if self._transport is not None:
             self._transport.close()
         self._transport = open_transport(step.place)
-        self._connection.send(self._transport.address())
+        self._connection.send(self._transport.address_for(SENDER))
         self._transport.connect(SENDER, step.address, same_host=step.place is None, deadline_s=DEADLINE_S)
         self._connection.send(True)
 

@@ -140,13 +140,14 @@ class KvListener:
         me = self._identity.me
         differing = differences(self._identity.fingerprint, Fingerprint.from_dict(hello.fingerprint))
         challenge, tag = self._identity.proof.challenge(), next(self._probe_tags)
+        transport = self._identity.transport
         reply = KvHelloReply(
             accepted=not differing,
             worker_id=me.peer_id,
             incarnation=me.incarnation,
             pid=me.pid,
             host_identity=me.host_identity,
-            address=self._identity.transport.address(),
+            address=await asyncio.to_thread(transport.address_for, channel.peer.incarnation),
             differing_fields=tuple(differing),
             challenge=challenge,
             probe_tag=tag,
@@ -245,7 +246,7 @@ class KvDialer:
                 pid=me.pid,
                 host_identity=me.host_identity,
                 transport=transport.name,
-                address=transport.address(),
+                address=await asyncio.to_thread(transport.address_for, channel.peer.incarnation),
                 fingerprint=self._identity.fingerprint.to_dict(),
             )
         )

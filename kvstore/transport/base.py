@@ -66,6 +66,14 @@ class Transport(ABC):
     def address(self) -> bytes:
         """Returns what a peer needs to connect."""
 
+    def address_for(self, peer: str) -> bytes:
+        """Returns what incarnation ``peer`` needs to connect: the same until it is proved dead. May block for a moment.
+
+        What reaches this side from there goes past what others send, so that one who dies in mid-message stops nobody.
+        Raises: PeerLost when the transport is closed.
+        """
+        return self.address()
+
     @abstractmethod
     def connect(self, peer: str, address: bytes, *, same_host: bool, deadline_s: float) -> None:
         """Connects to incarnation ``peer`` and warms the link; both sides call it at about the same time.

@@ -55,6 +55,7 @@ NAP_S_TOTAL = 0.02
 """After so long without a movement such a sender sleeps until it is woken."""
 NAP_BLOCK_BYTES = 64 << 10
 """Blocks from this size on move by the receiver's copy alone; smaller ones need the sender's help."""
+INBOX_DEADLINE_S = 10.0
 CALL_MARGIN_S = 2.0
 """How much longer a caller waits than its deadline, so that the transport's own answer arrives first."""
 
@@ -106,6 +107,12 @@ class UcxTransport(Transport):
 
     def address(self) -> bytes:
         return self._address
+
+    def address_for(self, peer: str) -> bytes:
+        future: Future[bytes] = PromisedFuture()
+        if not self._enqueue(lambda: future.set_result(self._device.open_inbox(peer)), future):
+            raise PeerLost("the transport is closed")
+        return future.result(INBOX_DEADLINE_S)
 
     def connect(self, peer: str, address: bytes, *, same_host: bool, deadline_s: float) -> None:
         waiter = Waiter(time.monotonic() + deadline_s, PromisedFuture())

@@ -8,6 +8,10 @@ A lane is a context with a worker of its own. The *local* lane moves blocks by s
 opens no socket; the *network* lane moves them over TCP and listens. Two lanes, because UCX would take shared memory
 between two network namespaces of one machine too, where a cut network must cut this path as well.
 
+On the local lane each peer gets a worker of its own to write to (``open_inbox``). What comes over shared memory lies
+in one queue per worker, in which a sender first takes a place and then fills it: one that is killed in between leaves
+a hole that nothing behind it ever passes. So nobody else may stand in that queue.
+
 Endpoint error handling is on in both. Without it, UCX ends the whole process when the peer dies while its memory is
 being read. With it, UCX refuses cross-memory attach unless told that keys can be revoked; we revoke nothing, because
 source blocks stay untouched until nobody reads them.
@@ -108,29 +112,56 @@ class UcxDevice:
                 self._lanes[False] = self._open_lane(network_config)
         except Exception as error:
             raise EnvironmentProblem(f"UCX cannot be used: {error}") from error
-        network = self._lanes.get(False)
         self._memory = OwnMemory()
-        self.address = msgspec.msgpack.encode(
-            Address(
-                self._lanes[True].address,
-                None if network is None else network.address,
-                PIECE_BYTES,
-                self._memory.address,
-            )
-        )
+        self.address = self._address_by(self._lanes[True])
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
         self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._inboxes: dict[str, _Lane] = {}
+        """Local lanes by the peer that writes to them; each shares the context of the first."""
         self._used: list[Any] = []
         """Workers of the lanes that are in use."""
         self._closed = False
 
-    def connect(self, address: bytes, *, same_host: bool) -> Any:
+    def _address_by(self, local: _Lane) -> bytes:
+        network = self._lanes.get(False)
+        return msgspec.msgpack.encode(
+            Address(local.address, None if network is None else network.address, PIECE_BYTES, self._memory.address)
+        )
+
+    def open_inbox(self, peer: str) -> bytes:
+        """Returns the address for one peer alone. Raises: PeerLost when UCX has no more of them."""
+        if peer not in self._inboxes:
+            try:
+                self._inboxes[peer] = self._make_lane(self._lanes[True].context)
+            except Exception as error:
+                raise PeerLost(f"UCX opens no inbox for {peer}: {error}") from error
+        return self._address_by(self._inboxes[peer])
+
+    def address_for(self, peer: str) -> bytes:
+        """Returns the address by which ``peer`` knows this device: its inbox's, if it has one."""
+        lane = self._inboxes.get(peer)
+        return self.address if lane is None else self._address_by(lane)
+
+    def close_inbox(self, peer: str) -> None:
+        """Drops what a peer that is proved dead wrote to. Its endpoints must be closed."""
+        lane = self._inboxes.pop(peer, None)
+        if lane is None or not lane.is_used:
+            return
+        self._epoll.unregister(lane.worker.epoll_file_descriptor)
+        lane.worker.cancel_inflight_requests()
+        for _ in range(CANCEL_STEPS):
+            lane.worker.progress_once()
+        self._used.remove(lane.worker)
+
+    def connect(self, peer: str, address: bytes, *, same_host: bool) -> Any:
         """Returns an endpoint to the device at ``address``, over the lane for ``same_host``. Raises: PeerLost."""
         theirs = _decoded(address)
         if theirs.piece_bytes != PIECE_BYTES:
             raise PeerLost(f"the peer cuts blocks at {theirs.piece_bytes} bytes, this side at {PIECE_BYTES}")
         lane, worker_address = self._lanes.get(same_host), theirs.local if same_host else theirs.network
+        if same_host:
+            lane = self._inboxes.get(peer, lane)
         if lane is None or worker_address is None:
             raise PeerLost("one side has no network lane")
         try:
@@ -250,6 +281,7 @@ class UcxDevice:
         self._epoll.close()
         os.close(self._wake_fd)
         self._used.clear()
+        self._inboxes.clear()
         self._lanes.clear()
 
     def _wake_poll(self, timeout_s: float) -> bool:
@@ -270,7 +302,9 @@ class UcxDevice:
 
     def _open_lane(self, config: dict[str, str]) -> _Lane:
         features = (self._lib.Feature.TAG, self._lib.Feature.WAKEUP)
-        context = self._lib.UCXContext(config, features)
+        return self._make_lane(self._lib.UCXContext(config, features))
+
+    def _make_lane(self, context: Any) -> _Lane:
         worker = self._lib.UCXWorker(context)
         worker.init_blocking_progress_mode()
         return _Lane(context, worker, bytes(self._lib.UCXAddress.create_from_worker(worker)))

@@ -90,7 +90,6 @@ class UcxLinks:
     def __init__(self, device: UcxDevice, book: TransferBook, *, has_direct_reads: bool) -> None:
         self._device = device
         self._book = book
-        self._address = device.address
         self._has_direct_reads = has_direct_reads
         self._links: dict[str, Link] = {}
         self._closings: list[_Closing] = []
@@ -126,7 +125,7 @@ class UcxLinks:
             link.waiters.append(waiter)
             return
         try:
-            endpoint = self._device.connect(address, same_host=same_host)
+            endpoint = self._device.connect(peer, address, same_host=same_host)
         except PeerLost as error:
             fail(waiter.future, PeerLost(f"no transport link to {peer}: {error}"))
             return
@@ -137,7 +136,7 @@ class UcxLinks:
         out[0] = CAN_READ if link.memory is not None else CANNOT_READ
         try:
             link.warm_requests.append(self._device.receive(endpoint, into, warm_tag(address)))
-            link.warm_requests.append(self._device.send(endpoint, out, warm_tag(self._address)))
+            link.warm_requests.append(self._device.send(endpoint, out, warm_tag(self._device.address_for(peer))))
         except PeerLost:
             self.lose(peer, proved_dead=False, future=PromisedFuture())
 
@@ -162,7 +161,9 @@ class UcxLinks:
                 if any(self._device.ended(request) is not RequestEnd.DONE for request in link.warm_requests):
                     raise PeerLost("the warm-up broke")
                 mail = self._mailbox(link, probe_tag(link.their_address), PROBE_BYTES)
-                link.probe = LinkProbe(self._device, link.endpoint, mail, my_tag=probe_tag(self._address))
+                link.probe = LinkProbe(
+                    self._device, link.endpoint, mail, my_tag=probe_tag(self._device.address_for(link.peer))
+                )
                 self._open_reads(link)
             except PeerLost:
                 self.on_broken(link.peer)
@@ -184,7 +185,8 @@ class UcxLinks:
         if link.memory is None or link.warm_buffers[1][0] != CAN_READ:
             return
         mail = self._mailbox(link, reads_tag(link.their_address), READS_BYTES)
-        link.reads = LinkReads(self._device, link.endpoint, link.memory, mail, my_tag=reads_tag(self._address))
+        my_tag = reads_tag(self._device.address_for(link.peer))
+        link.reads = LinkReads(self._device, link.endpoint, link.memory, mail, my_tag=my_tag)
 
     def _mailbox(self, link: Link, tag: int, num_bytes: int) -> Mailbox:
         """Returns the mailbox of ``tag``, which may have served an earlier link to the same peer."""
@@ -246,6 +248,7 @@ class UcxLinks:
             self._held.pop(closing.peer, None)
             self._mailboxes.pop(closing.peer, None)
             self._book.settle_peer(closing.peer)
+            self._device.close_inbox(closing.peer)
         closing.future.set_result(None)
 
     def _fail_waiters(self, link: Link, error: Exception) -> None:

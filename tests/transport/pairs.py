@@ -111,7 +111,7 @@ class UcxPair(Pair):
         self._open = partial(UcxTransport, has_direct_reads=backend != "ucx-copied")
         self.near = self.make_near()
         self.far = self.make_far()
-        self.far_address = self.far.address()
+        self.far_address = self.far.address_for(self.near_name)
 
     def make_near(self) -> Side | RemoteSide:
         return Side(self._open)
@@ -120,7 +120,8 @@ class UcxPair(Pair):
         return RemoteSide(self._open)
 
     def link(self, deadline_s: float = 10.0) -> tuple[str, str]:
-        answer = self.far.start("connect", self.near_name, self.near.address(), self.same_host, deadline_s)
+        near_address = self.near.address_for(self.far_name)
+        answer = self.far.start("connect", self.near_name, near_address, self.same_host, deadline_s)
         ours = self.near.connect(self.far_name, self.far_address, self.same_host, deadline_s)
         return ours, answer()
 
@@ -141,7 +142,7 @@ class UcxPair(Pair):
         self.far.end()
         self.far = self.make_far()
         self.far_name = f"far-{next(_incarnations)}"
-        self.far_address = self.far.address()
+        self.far_address = self.far.address_for(self.near_name)
 
     def end(self) -> None:
         self.near.close()

@@ -6,6 +6,7 @@ be stopped and killed. Content of a block is a function of (seed, tag, size), so
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -23,6 +24,7 @@ from kvstore.transport.base import BlockReceive, BlockSend, Transport
 
 CALL_DEADLINE_S = 60.0
 FILLER = 0xEE
+FLOOD_BURST, FLOOD_PAUSE_S = 64, 0.5e-3
 
 
 def content(tag: int, size: int, seed: int = 0) -> np.ndarray:
@@ -47,6 +49,9 @@ class Side:
     def address(self) -> bytes:
         return self.transport.address()
 
+    def address_for(self, peer: str) -> bytes:
+        return self.transport.address_for(peer)
+
     def connect(self, peer: str, address: bytes, same_host: bool, deadline_s: float = 10.0) -> str:
         """Returns "ok" or the name of the error."""
         try:
@@ -65,6 +70,18 @@ class Side:
             block = self._blocks["send", tag] = content(tag, size, seed)
             sends.append(BlockSend(tag, memoryview(block)))
         self._futures[name] = self.transport.push(peer, sends, deadline_s=deadline_s)
+
+    def flood(self, peer: str, first_tag: int, size: int) -> None:
+        """Offers blocks that nobody wants, one message after another, from a thread that only the process ends."""
+        block = memoryview(content(first_tag, size))
+
+        def offer() -> None:
+            for tag in itertools.count(first_tag):
+                self.transport.push(peer, [BlockSend(tag, block)], deadline_s=CALL_DEADLINE_S)
+                if tag % FLOOD_BURST == 0:
+                    time.sleep(FLOOD_PAUSE_S)
+
+        threading.Thread(target=offer, daemon=True).start()
 
     def push_damaged(self, name: str, peer: str, tags: list[int], size: int, flips: dict[int, int]) -> None:
         """Pushes blocks with one bit flipped in each that ``flips`` names: tag -> bit."""

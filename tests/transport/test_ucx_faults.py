@@ -6,12 +6,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 
 import psutil
 import pytest
 from pairs import Pair
-from sides import digest_of
+from sides import RemoteSide, Side, digest_of
 
 from kvstore.errors import PeerLost
 from kvstore.transport.base import BlockReceive
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.ucx
 
 KV_BLOCK_BYTES = 368_640
 LARGE_BYTES = 16 << 20
+NUM_FLOODS = 2
+VICTIMS = 8
 
 
 def until(condition, deadline_s: float = 10.0) -> bool:  # type: ignore[no-untyped-def]
@@ -164,7 +167,7 @@ def test_many_threads_need_a_peer_that_is_just_being_replaced(ucx_pair: Pair, re
         pair.replace_far()
         # Not awaited: the old link may still be closing while the new one is made.
         pair.near.transport.peer_lost(dead, proved_dead=True)
-        answer = pair.far.start("connect", pair.near_name, pair.near.address(), pair.same_host, 10.0)
+        answer = pair.far.start("connect", pair.near_name, pair.near.address_for(pair.far_name), pair.same_host, 10.0)
         with ThreadPoolExecutor(4) as threads:
             arguments = (pair.far_name, pair.far_address, pair.same_host, 10.0)
             links = [threads.submit(pair.near.connect, *arguments) for _ in range(4)]
@@ -222,6 +225,42 @@ def test_noise_for_an_address_is_a_lost_peer_and_nothing_else(ucx_pair: Pair) ->
     assert ucx_pair.near.results("r") == ["OK"]
 
 
+@pytest.mark.parametrize("seed", range(NUM_FLOODS))
+def test_a_sender_killed_in_mid_message_stops_nobody_else(seed: int) -> None:
+    """What comes over shared memory stands in a queue: a place that was taken and never filled holds up all behind it.
+
+    Each victim dies while it sends messages as fast as it can; what another peer sends afterwards arrives.
+    """
+    chooser = random.Random(seed)
+    make = partial(UcxTransport, has_network=False)
+    with ExitStack() as stack:
+        near, far = Side(make), RemoteSide(make)
+        stack.callback(near.close)
+        stack.callback(far.end)
+        join(near, "near", far, "far")
+        for number in range(VICTIMS):
+            name = f"victim-{number}"
+            victim = RemoteSide(make)
+            stack.callback(victim.end)
+            join(near, "near", victim, name)
+            victim.flood("near", 1 << 40, 4096)
+            # The moment of the death is what is tried, not something to wait for.
+            time.sleep(chooser.random() * 0.05)
+            victim.kill()
+            near.peer_lost(name, True)
+            tags = [number]
+            far.push(f"p{number}", "near", tags, KV_BLOCK_BYTES)
+            near.receive(f"r{number}", "far", tags, KV_BLOCK_BYTES)
+            assert (near.results(f"r{number}"), far.results(f"p{number}")) == (["OK"], ["OK"]), number
+
+
+def join(near: Side, near_name: str, far: RemoteSide, far_name: str) -> None:
+    """Links two sides of this host."""
+    ours, theirs = near.address_for(far_name), far.address_for(near_name)
+    answer = far.start("connect", near_name, ours, True, 10.0)
+    assert (near.connect(far_name, theirs, True), answer()) == ("ok", "ok")
+
+
 def pickle_bomb() -> bytes:
     """Returns a pickle that would end the process that loads it."""
     return b"cos\n_exit\n(I3\ntR."
@@ -260,8 +299,9 @@ def test_a_transport_that_closes_gives_its_descriptors_back(ucx_pair: Pair, end:
     count = psutil.Process().num_fds
     num_before = count()
     with closing(UcxTransport()) as other:
-        asked = ucx_pair.far.start("connect", "other", other.address(), same_host)
-        other.connect(ucx_pair.far_name, ucx_pair.far_address, same_host=same_host, deadline_s=10)
+        theirs = ucx_pair.far.address_for("other")
+        asked = ucx_pair.far.start("connect", "other", other.address_for(ucx_pair.far_name), same_host)
+        other.connect(ucx_pair.far_name, theirs, same_host=same_host, deadline_s=10)
         assert asked() == "ok" and count() > num_before
         if same_host or end == "killed":
             buffer = memoryview(bytearray(LARGE_BYTES))
