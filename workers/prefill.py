@@ -47,7 +47,7 @@ from workers.engine_loop import AttemptKey, EngineLoop, PrefillJob
 from workers.ingress_link import IngressLink
 from workers.kv_link import KvDialer, KvPeer
 from workers.kv_pool import KvPool
-from workers.prefill_job import ComputeFailed, Job, PrefillFailed
+from workers.prefill_job import ComputeFailed, Job, LinkFailed, PrefillFailed
 from workers.settlements import Settlements
 from workers.spec import DecodeAddress, WorkerSpec
 
@@ -209,6 +209,8 @@ class PrefillSide:
         for job in [job for job in self._jobs.values() if job.peer is peer]:
             if job.handed_off is not None and not job.handed_off.done():
                 job.handed_off.set_exception(PrefillFailed("the link to the decode worker ended"))
+                # Nobody may be waiting yet, or any more; that is no error of its own.
+                job.handed_off.exception()
 
     def peer_gone(self, incarnation: str) -> None:
         """A decode worker is proved dead: it reads no more from the blocks that were pushed to it."""
@@ -268,7 +270,9 @@ class PrefillSide:
         try:
             job.peer = await self._dialer.link(address)
         except FingerprintMismatch as error:
-            raise PrefillFailed(f"decode refused the link: {error}") from error
+            raise LinkFailed(f"decode refused the link: {error}") from error
+        except (KopirError, TimeoutError) as error:
+            raise LinkFailed(f"no link to {ticket.worker_id}: {error or type(error).__name__}") from error
         await self._wait_for_blocks(job)
 
     def _check_held(self, job: Job) -> None:
@@ -492,8 +496,9 @@ class PrefillSide:
         is_known = isinstance(error, KopirError | TimeoutError)
         message = (str(error) if is_known else f"{type(error).__name__}: {error}") or type(error).__name__
         logger.warning("prefill_fault attempt_id=%s epoch=%d %s", *job.key, message, exc_info=not is_known)
-        is_engine = job.peer is None or not is_known or isinstance(error, ComputeFailed)
-        reason: FaultReason = "engine_fault" if is_engine else "transfer_failed"
+        has_peer = job.peer is not None or isinstance(error, LinkFailed)
+        is_transfer = has_peer and is_known and not isinstance(error, ComputeFailed)
+        reason: FaultReason = "transfer_failed" if is_transfer else "engine_fault"
         job.link.send(AttemptFault(attempt_id=job.key[0], epoch=job.key[1], reason=reason, message=message[:500]))
         self._abandon(job, message)
 

@@ -25,6 +25,10 @@ class ComputeFailed(PrefillFailed):
     """The engine failed under a job; no peer has part in it."""
 
 
+class LinkFailed(PrefillFailed):
+    """The way to the decode worker could not be opened; either end may be the one that ails."""
+
+
 @dataclass(slots=True)
 class Job:
     """One prefill under way."""

@@ -17,8 +17,11 @@ from cluster.ingress.api.backend import Ended, Generation, Interrupted, Restarte
 from cluster.ingress.api.errors import UpstreamFailed
 from cluster.ingress.relay import WorkerLink
 from kvstore.core.messages import AttemptFault, Frame, Prefill
+from kvstore.errors import DeadlineExceeded, PeerLost
 from kvstore.net.host import boottime_ns
 from workers import decode_attempt
+from workers.kv_link import KvDialer, KvPeer
+from workers.spec import DecodeAddress
 
 MakeCluster = Callable[..., MiniCluster]
 BACKLOG = "limits.max_stream_backlog_tokens"
@@ -284,6 +287,35 @@ async def test_prefill_fails_and_another_answers_whole(make_cluster: MakeCluster
     assert [attempt["epoch"] for attempt in record["attempts"]] == [1, 2]
     assert record["attempts"][0]["end_reason"] == "engine_fault"
     assert_one_after_the_other(record)
+
+
+@pytest.mark.parametrize("error", [PeerLost("unreachable"), DeadlineExceeded("too late"), TimeoutError()])
+async def test_a_way_that_cannot_be_opened_blames_both_ends(make_cluster: MakeCluster, error: Exception) -> None:
+    """Nobody knows which of them ails: the next attempt has neither."""
+    cluster = make_cluster()
+    await cluster.start("prefill", "prefill", "decode", "decode")
+    errors = [error]
+    for name in ("prefill-0", "prefill-1"):
+        side = cluster.worker(name)._prefill
+        assert side is not None
+        fail_first(side._dialer, errors)
+    spec = make_spec(100)
+    assert await collect(await cluster.submit(spec)) == (cluster.golden(spec), "length")
+    first, second = (await record_of(cluster))["attempts"]
+    assert first["end_reason"] == "transfer_failed" and not errors
+    assert all(first[role]["worker_id"] != second[role]["worker_id"] for role in ("prefill", "decode"))
+
+
+def fail_first(dialer: KvDialer, errors: list[Exception]) -> None:
+    """Lets whoever dials next fail, once for each of ``errors``."""
+    dial = dialer.link
+
+    async def link(address: DecodeAddress) -> KvPeer:
+        if errors:
+            raise errors.pop()
+        return await dial(address)
+
+    dialer.link = link  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("stream", [False, True])
