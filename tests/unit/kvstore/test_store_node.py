@@ -265,7 +265,8 @@ async def test_a_put_that_is_broken_off_holds_nothing_and_leaves_a_tail(
         if any(are_here):
             rest = numbers[are_here.index(True) :]
             assert (await load(client, *rest))[1] == [content(number, BLOCK_BYTES) for number in rest]
-    assert is_granted == (len(num_stored) > 2), num_stored
+    if is_granted:
+        assert len(num_stored) > 2, num_stored
 
 
 # --- connections --------------------------------------------------------------------------------------------
