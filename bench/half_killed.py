@@ -111,9 +111,9 @@ async def _measure(
         await asyncio.gather(*asking)
         await cluster.at_rest()
         for seen in done:
-            if seen.ending == "failed" and not await cluster.backend.request_record(seen.request_id, tenant="t"):
-                continue  # refused at the door: there is nothing of it
             record = await cluster.backend.request_record(seen.request_id, tenant="t")
+            if record is None and seen.ending == "failed":
+                continue  # refused at the door: there is nothing of it
             assert record is not None
             check(seen, record, expected_tokens(seen.spec.prompt_token_ids, NUM_TOKENS, cluster.vocab_size))
     finally:

@@ -22,6 +22,7 @@ from msgspec import Meta, Struct
 from cluster.config import Config, ConfigError, parse_bytes
 from cluster.core.tenants import Key, KeyRing, Tenant, digest_of_key, salt_bytes
 from cluster.policy_source import file_stamp
+from cluster.yaml_file import read_yaml
 from kvstore.errors import BadInput
 
 logger = logging.getLogger(__name__)
@@ -150,21 +151,9 @@ def keys_source(config: Config) -> KeysSource | None:
 
 def _read(path: Path) -> KeysFile:
     where = str(path)
+    value = read_yaml(path, max_bytes=MAX_FILE_BYTES)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError("", None, f"the file is larger than {MAX_FILE_BYTES} bytes", where)
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError("", None, "the file is not UTF-8 text", where) from error
-    except OSError as error:
-        raise ConfigError("", None, f"cannot be read: {error.strerror}", where) from error
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError("", None, "not valid YAML", f"{where}{line}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise ConfigError("", None, "not valid YAML", where) from None
-    try:
-        return msgspec.convert({} if value is None else value, KeysFile)
+        return msgspec.convert(value, KeysFile)
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at ")
         key = place.strip("`").removeprefix("$").removeprefix(".")

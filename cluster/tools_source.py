@@ -15,7 +15,6 @@ from typing import Annotated, Any
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
-import yaml
 from llguidance import LLMatcher
 from msgspec import Meta, Struct
 
@@ -23,6 +22,7 @@ from cluster.config import ConfigError
 from cluster.core.tool_events import OnUnknown, ToolTerms
 from cluster.ingress.api.grammar import Function, ToolRules, find_unusable, tool_calls
 from cluster.ingress.api.tool_format import TAGGED
+from cluster.yaml_file import read_yaml
 
 MAX_FILE_BYTES = 4 << 20
 MAX_TOOLS = 128
@@ -114,21 +114,9 @@ def find_tools(tools: Sequence[ServerTool], names: Sequence[str], *, tenant: str
 
 def _read(path: Path) -> ToolsFile:
     where = str(path)
+    value = read_yaml(path, max_bytes=MAX_FILE_BYTES)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError("", None, f"the file is larger than {MAX_FILE_BYTES} bytes", where)
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError("", None, "the file is not UTF-8 text", where) from error
-    except OSError as error:
-        raise ConfigError("", None, f"cannot be read: {error.strerror}", where) from error
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError("", None, "not valid YAML", f"{where}{line}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise ConfigError("", None, "not valid YAML", where) from None
-    try:
-        return msgspec.convert({} if value is None else value, ToolsFile)
+        return msgspec.convert(value, ToolsFile)
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at ")
         key = place.strip("`").removeprefix("$").removeprefix(".")

@@ -317,13 +317,16 @@ class RelayBackend(LinkOrders, Backend):
         while True:
             await asyncio.sleep(self._config.attempts.lease_ms / 1000 / LAPSE_LOOKS_PER_LEASE)
             self._placement.sweep()
-            for incarnation, (attempt_id, epoch) in self._relay.lapse():
+            lapsed = self._relay.lapse()
+            for incarnation in {life for life, _ in lapsed}:
+                # Once, however many attempts it had: it is one silence.
+                self._cool.failed(incarnation, self._clock_ns())
+            for incarnation, (attempt_id, epoch) in lapsed:
                 request = self._by_attempt.get(attempt_id)
                 if request is not None:
                     self._lapsed(request, incarnation, attempt_id, epoch)
 
     def _lapsed(self, request: RunningRequest, incarnation: str, attempt_id: str, epoch: int) -> None:
-        self._cool.failed(incarnation, self._clock_ns())
         # A combined worker holds both sides under one lease.
         for role in ev.ROLES:
             if self.ref(request, attempt_id, role).incarnation == incarnation:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,12 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def switch() -> Iterator[Hosts]:
     """Five hosts beside this one: two for one cluster, three for the other."""
-    try:
-        made = hosts(5)
-        switch = made.__enter__()
-    except EnvironmentProblem as problem:
-        pytest.skip(str(problem))
-    yield switch
-    made.__exit__(None, None, None)
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(hosts(5))
+        except EnvironmentProblem as problem:
+            pytest.skip(f"no network namespaces here: {problem}")
+        yield made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
