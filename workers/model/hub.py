@@ -291,10 +291,11 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def _size_bytes(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        # pip removes files while they are counted.
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size if path.is_file() else 0
+    # pip removes files and folders while they are counted: `os.walk` passes over a folder that is gone, `rglob` fails.
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(parent, name).stat().st_size
     return total
 
 

