@@ -9,6 +9,7 @@ Life cycle: ``open_database`` -> ``transaction`` ... -> ``close``. Safe to use f
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvstore.errors import BadInput, EnvironmentProblem, RetryableError
 
 BUSY_TIMEOUT_S = 5.0
 """Longest wait for another process that writes to the same SQLite file, and for a connection to PostgreSQL."""
+SWITCH_RETRY_S = 0.005
 POOL_SIZE_MAX = 4
 
 
@@ -142,8 +144,23 @@ def _begin_sqlite(connection: sa.Connection) -> None:
 def _prepare_sqlite(connection: sqlite3.Connection, _: object) -> None:
     connection.isolation_level = None  # ``_begin_sqlite`` says BEGIN, not the driver.
     # WAL: readers and one writer do not stop each other; FULL: a commit is on disk when it returns.
-    connection.execute("PRAGMA journal_mode=WAL")
+    _switch_to_wal(connection)
     connection.execute("PRAGMA synchronous=FULL")
+
+
+def _switch_to_wal(connection: sqlite3.Connection) -> None:
+    # Of two connections that switch a new file at once SQLite refuses one without waiting: to wait could deadlock.
+    # Nothing is held here, so that asking again is safe.
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not is_busy or time.monotonic() > deadline:
+                raise
+        time.sleep(SWITCH_RETRY_S)
 
 
 def _make_tables(database: Database) -> None:

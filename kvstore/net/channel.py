@@ -144,8 +144,10 @@ class ChannelServer:
             # Only ``close`` cancels this task; the stream machinery would log its end as an error.
             logger.debug("channel_closed_by_server")
         finally:
+            # The task counts until its socket is closed: ``close`` leaves nothing half-ended to a loop that stops.
+            with suppress(asyncio.CancelledError):
+                await _abort_writer(writer)
             self._tasks.discard(task)
-            await _abort_writer(writer)
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel | None:
         """Returns the channel, or None after closing a connection that could not prove itself."""

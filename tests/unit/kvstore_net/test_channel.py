@@ -133,6 +133,18 @@ async def test_hostile_bytes_close_the_connection_and_are_counted(kind: str, tmp
     await listener.close()
 
 
+async def test_a_closed_server_leaves_no_task_to_a_loop_that_stops() -> None:
+    """A server that closes while a channel is about to end returns after that channel's socket is closed."""
+    server = Server()
+    listener = await server.start()
+    before = asyncio.all_tasks()
+    client = await net.connect("127.0.0.1", listener.port, secret=SECRET, me=make_peer("client"), decode=ToWorker)
+    client.abort()
+    assert isinstance(await server.seen.get(), PeerLost)
+    await listener.close()
+    assert asyncio.all_tasks() == before
+
+
 async def test_unknown_message_is_a_protocol_error_not_a_crash() -> None:
     """A well-framed message of an unknown type ends this channel with a typed error."""
     server = Server()

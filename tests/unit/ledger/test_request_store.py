@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
+from cluster.ledger import database as database_module
 from cluster.ledger import tables
 from cluster.ledger.database import Database, LedgerUnavailable, absolute_url, open_database
 from cluster.ledger.request_store import RequestStore
@@ -137,22 +139,51 @@ def test_a_ledger_of_another_version_is_refused(ledger_url: str) -> None:
 
 def test_many_processes_may_make_the_ledger_at_once(ledger_url: str) -> None:
     """Ingresses that start together find one set of tables."""
+    assert open_at_once(ledger_url, count=6) == []
+
+
+def test_a_switch_to_the_write_ahead_log_waits_for_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite refuses that switch at once while somebody writes: we ask again until he is done."""
+    writer = sqlite3.connect(tmp_path / "kopir.db", isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr(database_module.time, "sleep", lambda _: writer.in_transaction and writer.execute("ROLLBACK"))
+    open_database(f"sqlite:///{tmp_path}/kopir.db").close()
+    assert not writer.in_transaction
+    writer.close()
+
+
+def test_a_file_that_stays_locked_is_refused_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the switch is bounded; the text says why."""
+    monkeypatch.setattr(database_module, "BUSY_TIMEOUT_S", 0.1)
+    holder = sqlite3.connect(tmp_path / "kopir.db", isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(LedgerUnavailable, match="database is locked"):
+        open_database(f"sqlite:///{tmp_path}/kopir.db")
+    holder.execute("ROLLBACK")
+    holder.close()
+
+
+def open_at_once(url: str, *, count: int) -> list[BaseException]:
+    """Returns the errors of ``count`` threads that open one ledger in the same moment."""
     failures: list[BaseException] = []
-    gate = threading.Barrier(6)
+    gate = threading.Barrier(count)
 
     def open_it() -> None:
         gate.wait()
         try:
-            open_database(ledger_url).close()
+            open_database(url).close()
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=open_it) for _ in range(6)]
+    threads = [threading.Thread(target=open_it) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert failures == []
+        assert not thread.is_alive()
+    return failures
 
 
 @pytest.mark.parametrize(
