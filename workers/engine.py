@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,21 +22,11 @@ from workers.core.sequence import (
     chunk_bounds,
     completed_blocks,
     num_blocks_for,
-    slot_mapping,
 )
 from workers.kv_pool import KvPool
-from workers.model.attention import SingleGroup, Span, make_single_group, padded_table
-from workers.model.decoder import Batch, Decoder
-from workers.model.linear import padded_rows
+from workers.model.model import Model
 
 __all__ = ["Engine", "PrefillStep", "SeqChunk"]
-
-GROUP_RATIO_MAX: Final = 2
-"""Single rows share one attention group while the longest table is at most this many times the shortest."""
-
-
-GROUP_KEYS_MAX: Final = 4608
-"""Keys of one attention group, padding included: its copies stay in the cache, and their memory is used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +46,7 @@ class PrefillStep:
 class Engine:
     """Runs a decoder over a pool with ``threads`` compute threads."""
 
-    def __init__(self, model: Decoder, pool: KvPool, *, threads: int | None = None) -> None:
+    def __init__(self, model: Model, pool: KvPool, *, threads: int | None = None) -> None:
         expected = model.config.kv_layout(pool.layout.block_tokens, pool.layout.dtype)
         if pool.layout != expected:
             raise BadInput("layout", pool.layout, f"the model needs {expected}")
@@ -86,7 +75,7 @@ class Engine:
             check_chunk(chunk, self.limits)
         self._set_threads()
         with torch.inference_mode():
-            logits = self.model.forward(self._batch(chunks), self.pool.tensor)
+            logits = self.model.run(chunks, self.pool, threads=self.threads or torch.get_num_threads())
             return torch.empty(0, self.limits.vocab_size) if logits is None else logits
 
     def prefill(
@@ -128,68 +117,3 @@ class Engine:
         if self.threads is not None and self._thread_id != threading.get_ident():
             torch.set_num_threads(self.threads)
             self._thread_id = threading.get_ident()
-
-    def _batch(self, chunks: Sequence[SeqChunk]) -> Batch:
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        offsets: list[int] = []
-        logit_rows: list[int] = []
-        spans: list[Span] = []
-        singles: list[tuple[int, SeqChunk]] = []
-        block_tokens = self.limits.block_tokens
-        for chunk in chunks:
-            first = len(tokens)
-            tokens.extend(chunk.token_ids)
-            positions.extend(range(chunk.start_position, chunk.end_position))
-            chunk_slots, chunk_offsets = slot_mapping(chunk, block_tokens)
-            slots.extend(chunk_slots)
-            offsets.extend(chunk_offsets)
-            if chunk.want_logits:
-                logit_rows.append(len(tokens) - 1)
-            if len(chunk.token_ids) == 1:
-                singles.append((first, chunk))
-            else:
-                table = padded_table(chunk.block_table, chunk.end_position, block_tokens)
-                spans.append(Span(first, len(tokens), chunk.start_position, torch.tensor(table)))
-        padding = [0] * (padded_rows(len(tokens)) - len(tokens))
-        return Batch(
-            num_rows=len(tokens),
-            token_ids=torch.tensor(tokens + padding),
-            positions=torch.tensor(positions + padding),
-            slots=torch.tensor(slots),
-            offsets=torch.tensor(offsets),
-            spans=tuple(spans),
-            singles=tuple(_group_singles(singles, len(tokens), block_tokens)),
-            logit_rows=torch.tensor(logit_rows) if logit_rows else None,
-        )
-
-
-def _group_singles(singles: list[tuple[int, SeqChunk]], num_rows: int, block_tokens: int) -> list[SingleGroup]:
-    """Groups single rows by length, so that padding to the longest of a group stays bounded."""
-    entries = [
-        (row, chunk.end_position, padded_table(chunk.block_table, chunk.end_position, block_tokens))
-        for row, chunk in singles
-    ]
-    entries.sort(key=lambda entry: len(entry[2]))
-    groups: list[SingleGroup] = []
-    while entries:
-        limit = len(entries[0][2]) * GROUP_RATIO_MAX
-        members = [entries[0]]
-        for entry in entries[1:]:
-            num_keys = (len(members) + 1) * len(entry[2]) * block_tokens
-            if len(entry[2]) > limit or num_keys > GROUP_KEYS_MAX:
-                break
-            members.append(entry)
-        entries = entries[len(members) :]
-        members.sort()
-        rows = [row for row, _, _ in members]
-        groups.append(
-            make_single_group(
-                None if len(rows) == num_rows else rows,
-                [num_keys for _, num_keys, _ in members],
-                [table for _, _, table in members],
-                block_tokens,
-            )
-        )
-    return groups

@@ -10,6 +10,8 @@ allocates blocks, samples or keeps anything between two passes.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,29 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.model.attention import Attention, SingleGroup, Span
+from kvstore.errors import EnvironmentProblem
+from workers.core.sequence import SeqChunk
+from workers.kv_pool import KvPool
+from workers.model.attention import Attention, products_are_invariant
+from workers.model.batch import Batch, make_batch
 from workers.model.config import ModelConfig, read_config
-from workers.model.linear import Compute, Linear, best_compute, padded_rows
+from workers.model.linear import Compute, Linear, best_compute, has_onednn, padded_rows
+from workers.model.native.library import Library, NoLibrary, load_library
+from workers.model.native_decoder import NativeDecoder, refusal
 from workers.model.rope import RopeTable, rotate
 from workers.model.weights import Checkpoint
 
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One forward pass. ``rows`` real rows come first; tensors are padded to ``padded_rows(rows)``.
-
-    ``token_ids``, ``positions``: int64, padded. ``slots``, ``offsets``: int64, (rows,): where each row's KV goes.
-    ``logit_rows``: int64 rows whose logits are wanted, in order; None for none.
-    """
-
-    num_rows: int
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    offsets: Tensor
-    spans: tuple[Span, ...]
-    singles: tuple[SingleGroup, ...]
-    logit_rows: Tensor | None
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +68,22 @@ class Decoder:
             head_size=config.head_size,
         )
         self._eps = torch.tensor(config.rms_norm_eps)
+
+    @property
+    def kernels(self) -> str:
+        """A readable name of the code that computes: number format, library, instruction set, version."""
+        library = "onednn" if has_onednn() else "tiled"
+        instructions = torch.backends.cpu.get_cpu_capability().lower()
+        return f"{self.compute}-{library}-{instructions}-torch{torch.__version__.split('+')[0]}"
+
+    def sums_are_invariant(self) -> bool:
+        """Tries the products of attention, whose bits are the library's affair."""
+        return products_are_invariant(self.config.head_size)
+
+    def run(self, chunks: Sequence[SeqChunk], pool: KvPool, *, threads: int) -> Tensor | None:
+        """Runs checked chunks as one batch; see ``workers.model.model.Model``. ``Engine`` has set torch's threads."""
+        del threads
+        return self.forward(make_batch(chunks, pool.layout.block_tokens), pool.tensor)
 
     def forward(self, batch: Batch, pool: Tensor) -> Tensor | None:
         """Runs one batch and returns float32 logits (len(logit_rows), vocab_size), or None when none are wanted.
@@ -141,17 +149,48 @@ class Decoder:
 
 
 def load_decoder(
-    folder: Path, *, dtype: str, max_positions: int | None = None, compute: Compute | None = None
-) -> Decoder:
+    folder: Path,
+    *,
+    dtype: str,
+    max_positions: int | None = None,
+    compute: Compute | None = None,
+    native: bool | None = None,
+) -> Decoder | NativeDecoder:
     """Loads a checkpoint folder. ``dtype``: ``bfloat16`` or ``float32``, the type of weights and KV.
 
     ``max_positions`` cuts the context (None: all that the model has). ``compute`` None picks the fastest on this
-    machine. Raises BadInput for a folder, feature or tensor that cannot be used.
+    machine. ``native`` None takes the native decoder where there is one for this machine, type and model; True insists,
+    False refuses it. Raises BadInput for a folder, feature or tensor that cannot be used, EnvironmentProblem when
+    ``native`` insists in vain.
     """
     config = read_config(folder)
     limit = config.max_positions if max_positions is None else min(max_positions, config.max_positions)
+    library = None if native is False else _native_library(config, dtype, compute, is_wanted=bool(native))
     with torch.inference_mode(), Checkpoint(folder) as checkpoint:
-        return Decoder(config, checkpoint, max_positions=limit, compute=compute or best_compute(dtype))
+        if library is None:
+            return Decoder(config, checkpoint, max_positions=limit, compute=compute or best_compute(dtype))
+        native_compute = compute or ("bfloat16" if library.has_bf16 else "float32")
+        return NativeDecoder(config, checkpoint, max_positions=limit, compute=native_compute, library=library)
+
+
+def _native_library(config: ModelConfig, dtype: str, compute: Compute | None, *, is_wanted: bool) -> Library | None:
+    """Returns the native library if this model can be computed with it."""
+    reason: str | None
+    if dtype != "bfloat16":
+        reason = f"it computes bfloat16 models, not {dtype}"
+    else:
+        try:
+            library = load_library()
+        except NoLibrary as error:
+            reason = str(error)
+        else:
+            reason = refusal(config, compute or "float32", library)
+            if reason is None:
+                return library
+        logger.warning("native_decoder_missing reason=%s", reason)
+    if is_wanted:
+        raise EnvironmentProblem(f"no native decoder: {reason}")
+    return None
 
 
 def _load_layer(config: ModelConfig, checkpoint: Checkpoint, index: int, compute: Compute) -> Layer:

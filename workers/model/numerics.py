@@ -17,9 +17,7 @@ from torch import Tensor
 from workers.core.sequence import num_blocks_for
 from workers.engine import Engine, SeqChunk
 from workers.kv_pool import KvPool
-from workers.model.attention import KEY_STEP, KEY_TILE
-from workers.model.decoder import Decoder
-from workers.model.linear import has_onednn, product
+from workers.model.model import Model
 
 PROBE_TOKENS: Final = 75
 """More than one padding step of keys, and not a multiple of any tile."""
@@ -45,7 +43,7 @@ class Numerics:
         }
 
 
-def probe(model: Decoder, *, block_tokens: int, dtype: str, threads: int | None = None) -> Numerics:
+def probe(model: Model, *, block_tokens: int, dtype: str, threads: int | None = None) -> Numerics:
     """Runs the probe on a small pool of its own. Takes about as long as six decode steps."""
     layout = model.config.kv_layout(block_tokens, "bfloat16" if dtype == "bfloat16" else "float32")
     length = min(PROBE_TOKENS, model.max_positions)
@@ -59,23 +57,8 @@ def probe(model: Decoder, *, block_tokens: int, dtype: str, threads: int | None 
     same_kv = torch.equal(pool.tensor[whole].view(torch.uint8), pool.tensor[pieces].view(torch.uint8))
     digest = hashlib.blake2b(expected.numpy().tobytes(), digest_size=16)
     digest.update(pool.bytes_view[:num_blocks].tobytes())
-    is_invariant = torch.equal(expected, got) and same_kv and products_are_invariant(model.config.head_size)
-    return Numerics(kernels_name(model), is_invariant, digest.hexdigest())
-
-
-def products_are_invariant(width: int) -> bool:
-    """Tries sums of ``KEY_TILE`` terms: neither the row count nor zeros at the end may change a bit."""
-    source = torch.Generator().manual_seed(1)
-    weights, values = torch.rand(128, KEY_TILE, generator=source), torch.randn(KEY_TILE, width, generator=source)
-    for num_keys in range(KEY_STEP, KEY_TILE + 1, KEY_STEP):
-        padded = weights.clone()
-        padded[:, num_keys:] = 0.0
-        whole = product(padded, values.t())
-        for num_rows in (2, 9, 48, 128):
-            part = product(weights[:num_rows, :num_keys].contiguous(), values[:num_keys].t())
-            if not torch.equal(part, whole[:num_rows]):
-                return False
-    return True
+    is_invariant = torch.equal(expected, got) and same_kv and model.sums_are_invariant()
+    return Numerics(model.kernels, is_invariant, digest.hexdigest())
 
 
 def _run_in_pieces(engine: Engine, tokens: list[int], table: list[int], company: list[int]) -> Tensor:
@@ -87,10 +70,3 @@ def _run_in_pieces(engine: Engine, tokens: list[int], table: list[int], company:
     engine.forward([SeqChunk(tokens[second : length - 1], second, table, False)])
     beside = SeqChunk(tokens[:1], 0, company)
     return engine.forward([beside, SeqChunk(tokens[length - 1 :], length - 1, table)])[1]
-
-
-def kernels_name(model: Decoder) -> str:
-    """Returns a readable name of the code that computes: number format, library, instruction set, version."""
-    library = "onednn" if has_onednn() else "tiled"
-    instructions = torch.backends.cpu.get_cpu_capability().lower()
-    return f"{model.compute}-{library}-{instructions}-torch{torch.__version__.split('+')[0]}"

@@ -1,0 +1,1 @@
+"""The decoder in C++, compiled on the machine that runs it; ``workers.model.native_decoder`` drives it."""
