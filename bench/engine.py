@@ -90,8 +90,10 @@ class _Alone:
 
     def run(self, *, repeats: int, decode_tokens: int) -> None:
         self._warm_up()
-        self._products_gflops = self._ask(US, {"products": True})["gflops"]
-        self._report.rows.append({"what": "products", "gflops": round(self._products_gflops, 1)})
+        products = self._ask(US, {"products": True})
+        self._products_gflops = products["gflops"]
+        row = {"what": "products", "gflops": round(self._products_gflops, 1), "kernels": products["kernels"]}
+        self._report.rows.append(row)
         with Progress(transient=True) as progress:
             for num_tokens in progress.track(PREFILL_TOKENS, description="prefill"):
                 self._prefill(num_tokens, repeats)

@@ -109,6 +109,7 @@ main() {
   install_torch "$extra"
   say "installing Kopir with the extras $extra and dev (some minutes the first time)"
   .venv/bin/python -m pip install -qq -c constraints.txt -c "$cuda_pins" -e ".[$extra,dev]"
+  .venv/bin/python -m workers.model.native.library >&2
   printf '%s %s\n' "$extra" "$PWD" >"$STAMP"
   say "done"
 }

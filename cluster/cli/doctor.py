@@ -70,6 +70,7 @@ def run_checks(config: Config) -> list[Finding]:
         ),
         check_ray_token(config.cluster.address, os.environ, Path.home()),
         check_gpu(machine.gpu_driver(), machine.gpu_names(), _torch_build()),
+        check_native_decoder(_why_no_native_decoder()),
         check_ucx(*machine.ucx_transports()),
         check_model(config.model, _cached_models()),
     ]
@@ -177,6 +178,14 @@ def check_gpu(driver: str | None, names: list[str], torch_build: str | None) -> 
     return Finding(check="gpu", status="ok", found=found)
 
 
+def check_native_decoder(reason: str | None) -> Finding:
+    """The decoder in C++ is compiled on the machine; without it torch computes the same model, several times slower."""
+    if reason is None:
+        return Finding(check="native decoder", status="ok", found="compiled, or a compiler is there")
+    advice = "Without it models run in torch: several times slower on a CPU, otherwise alike"
+    return Finding(check="native decoder", status="warn", found=reason, advice=advice)
+
+
 def check_ucx(transports: tuple[str, ...], reason: str) -> Finding:
     """Blocks need TCP at least; shared memory and CMA make them fast."""
     if not transports:
@@ -209,6 +218,12 @@ def _torch_build() -> str | None:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _why_no_native_decoder() -> str | None:
+    from workers.model.native.library import why_missing
+
+    return why_missing()
 
 
 def _cached_models() -> list[str] | None:

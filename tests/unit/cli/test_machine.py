@@ -121,6 +121,8 @@ def test_needed_memory_counts_every_worker() -> None:
         (doctor.check_ucx(("self", "posix"), ""), "fail", "UCX_TLS"),
         (doctor.check_ucx(("tcp", "self"), ""), "warn", "CMA"),
         (doctor.check_ucx(("tcp", "posix", "cma"), ""), "ok", ""),
+        (doctor.check_native_decoder(None), "ok", ""),
+        (doctor.check_native_decoder("no C++ compiler in PATH"), "warn", "torch"),
         (doctor.check_model("m", ["m"]), "ok", ""),
         (doctor.check_model("m", []), "warn", "kopir model pull m"),
     ],

@@ -79,21 +79,54 @@ def load_library(instruction_set: str | None = None, *, cache_dir: Path | None =
 
     Raises NoLibrary when this machine cannot have one.
     """
-    return _load(instruction_set or best_instruction_set(), (cache_dir or default_cache_dir()) / "native")
+    return _load(instruction_set or best_instruction_set(), _folder(cache_dir))
+
+
+def why_missing(*, cache_dir: Path | None = None) -> str | None:
+    """Returns why ``load_library`` would fail here, without compiling; None when it should not."""
+    try:
+        name = _name(best_instruction_set())
+        if not _path(_folder(cache_dir), name).exists():
+            _compiler()
+    except NoLibrary as error:
+        return str(error)
+    return None
+
+
+def _folder(cache_dir: Path | None) -> Path:
+    return (cache_dir or default_cache_dir()) / "native"
+
+
+def _options(instruction_set: str) -> list[str]:
+    return [*FLAGS, *(f"-m{flag}" for flag in INSTRUCTION_SETS[instruction_set])]
+
+
+def _name(instruction_set: str) -> str:
+    digest = hashlib.blake2b(" ".join(_options(instruction_set)).encode(), digest_size=8)
+    for source in SOURCES:
+        digest.update((FOLDER / source).read_bytes())
+    return f"{instruction_set}-{digest.hexdigest()}"
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"decoder-{name}.so"
+
+
+def _compiler() -> str:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise NoLibrary("no C++ compiler in PATH (Debian, Ubuntu: apt install g++)")
+    return compiler
 
 
 @functools.cache
 def _load(instruction_set: str, folder: Path) -> Library:
-    options = [*FLAGS, *(f"-m{flag}" for flag in INSTRUCTION_SETS[instruction_set])]
-    digest = hashlib.blake2b(" ".join(options).encode(), digest_size=8)
-    for name in SOURCES:
-        digest.update((FOLDER / name).read_bytes())
-    name = f"{instruction_set}-{digest.hexdigest()}"
-    path = folder / f"decoder-{name}.so"
+    name = _name(instruction_set)
+    path = _path(folder, name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            _compile(options, path)
+            _compile(_options(instruction_set), path)
         calls = ctypes.CDLL(str(path))
     except OSError as error:
         raise NoLibrary(f"{path}: {error.strerror or error}") from error
@@ -103,9 +136,7 @@ def _load(instruction_set: str, folder: Path) -> Library:
 
 def _compile(options: list[str], path: Path) -> None:
     """Compiles into ``path``, which appears whole or not at all."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise NoLibrary("no C++ compiler in PATH (Debian, Ubuntu: apt install g++)")
+    compiler = _compiler()
     with (path.parent / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=path.parent) as draft_folder:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
@@ -120,3 +151,11 @@ def _compile(options: list[str], path: Path) -> None:
             raise NoLibrary(f"{compiler} cannot compile the decoder: {done.stderr[-1000:]}")
         draft.replace(path)
     logger.info("native_decoder_compiled path=%s", path)
+
+
+if __name__ == "__main__":
+    # `make setup` compiles ahead, so that no start of a worker waits for it. Without a library all works, slower.
+    try:
+        print(f"native decoder: {load_library().name}")  # noqa: T201
+    except NoLibrary as error:
+        print(f"native decoder: none, torch computes instead ({error})")  # noqa: T201
