@@ -152,37 +152,35 @@ class NativeDecoder:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         config = self.config
-        hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_size
-        q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
         for layer in range(config.num_layers):
-            prefix = f"model.layers.{layer}."
-
-            def pack(kind: int, sizes: dict[str, int], inputs: int, *, bias: bool) -> None:
-                weights = [
-                    checkpoint.get(f"{prefix}{name}.weight", (size, inputs))
-                    for name, size in sizes.items()  # noqa: B023
-                ]
-                biases = [
-                    checkpoint.maybe(f"{prefix}{name}.bias", (size,), wanted=bias)  # noqa: B023
-                    for name, size in sizes.items()
-                ]
-                joined = torch.cat([part.float() for part in biases if part is not None]) if bias else None
-                self._pack(layer, kind, torch.cat([_bf16(part) for part in weights]), joined)  # noqa: B023
-
-            attention = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
-            pack(QKV, attention, hidden, bias=config.qkv_bias)
-            pack(OUTPUT, {"self_attn.o_proj": hidden}, q_size, bias=config.output_bias)
-            pack(GATE_UP, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, bias=config.mlp_bias)
-            pack(DOWN, {"mlp.down_proj": hidden}, inner, bias=config.mlp_bias)
-            self._norm(layer, INPUT_NORM, checkpoint.get(f"{prefix}input_layernorm.weight", (hidden,)))
-            self._norm(layer, MLP_NORM, checkpoint.get(f"{prefix}post_attention_layernorm.weight", (hidden,)))
-            if config.qk_norm:
-                self._norm(layer, Q_NORM, checkpoint.get(f"{prefix}self_attn.q_norm.weight", (head,)))
-                self._norm(layer, K_NORM, checkpoint.get(f"{prefix}self_attn.k_norm.weight", (head,)))
-        self._norm(HEAD, 0, checkpoint.get("model.norm.weight", (hidden,)))
-        shape = (config.vocab_size, hidden)
+            self._load_layer(checkpoint, layer)
+        self._norm(HEAD, 0, checkpoint.get("model.norm.weight", (config.hidden_size,)))
+        shape = (config.vocab_size, config.hidden_size)
         tied = config.tie_word_embeddings
         self._pack(HEAD, 0, self._embedding if tied else _bf16(checkpoint.get("lm_head.weight", shape)), None)
+
+    def _load_layer(self, checkpoint: Checkpoint, layer: int) -> None:
+        config, prefix = self.config, f"model.layers.{layer}."
+        hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_size
+        q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
+
+        def pack(kind: int, sizes: dict[str, int], inputs: int, *, bias: bool) -> None:
+            parts = [(f"{prefix}{name}", size) for name, size in sizes.items()]
+            weights = [_bf16(checkpoint.get(f"{name}.weight", (size, inputs))) for name, size in parts]
+            biases = [checkpoint.maybe(f"{name}.bias", (size,), wanted=bias) for name, size in parts]
+            joined = torch.cat([part.float() for part in biases if part is not None]) if bias else None
+            self._pack(layer, kind, torch.cat(weights), joined)
+
+        attention = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
+        pack(QKV, attention, hidden, bias=config.qkv_bias)
+        pack(OUTPUT, {"self_attn.o_proj": hidden}, q_size, bias=config.output_bias)
+        pack(GATE_UP, {"mlp.gate_proj": inner, "mlp.up_proj": inner}, hidden, bias=config.mlp_bias)
+        pack(DOWN, {"mlp.down_proj": hidden}, inner, bias=config.mlp_bias)
+        self._norm(layer, INPUT_NORM, checkpoint.get(f"{prefix}input_layernorm.weight", (hidden,)))
+        self._norm(layer, MLP_NORM, checkpoint.get(f"{prefix}post_attention_layernorm.weight", (hidden,)))
+        if config.qk_norm:
+            self._norm(layer, Q_NORM, checkpoint.get(f"{prefix}self_attn.q_norm.weight", (head,)))
+            self._norm(layer, K_NORM, checkpoint.get(f"{prefix}self_attn.k_norm.weight", (head,)))
 
     def _pack(self, layer: int, kind: int, weight: Tensor, bias: Tensor | None) -> None:
         pointer = None if bias is None else _pointer(bias)
