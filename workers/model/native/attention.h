@@ -1,4 +1,4 @@
-// Attention of a tile of query rows over a paged KV pool. Keys are taken in tiles of 64 at fixed absolute positions, in
+// Attention of a tile of query rows over a paged KV pool. Keys are taken in tiles of 128 at fixed absolute positions, in
 // order; the softmax is carried from tile to tile. What a row gets depends on its own query, its position and the keys
 // up to it: a tile that lies behind a row is never run for it, and a key behind a row weighs exactly zero.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace kopir {
 
-constexpr int KEY_TILE = 64;
+constexpr int KEY_TILE = 128;
 
 // Where the keys and values of one KV head of one layer lie for one sequence.
 struct PagedKeys {
@@ -19,13 +19,16 @@ struct PagedKeys {
     size_t block_stride;        // Numbers from one slot to the next.
     size_t key_offset, value_offset;
 
-    const uint16_t* key(int position) const { return at(position, key_offset); }
-    const uint16_t* value(int position) const { return at(position, value_offset); }
-
-  private:
-    const uint16_t* at(int position, size_t offset) const {
-        return pool + size_t(table[position / block_tokens]) * block_stride + offset +
-               size_t(position % block_tokens) * head_size;
+    // Sets keys[i] and values[i] to the rows of position first + i, for count positions.
+    void find(int first, int count, const uint16_t** keys, const uint16_t** values) const {
+        for (int i = 0; i < count;) {
+            const int position = first + i, offset = position % block_tokens;
+            const uint16_t* const block = pool + size_t(table[position / block_tokens]) * block_stride;
+            for (int token = offset; token < block_tokens && i < count; token++, i++) {
+                keys[i] = block + key_offset + size_t(token) * head_size;
+                values[i] = block + value_offset + size_t(token) * head_size;
+            }
+        }
     }
 };
 
@@ -53,47 +56,46 @@ struct Scratch {
         scores = make_array<float>(size_t(max_rows) * KEY_TILE);
         sums = make_array<float>(size_t(max_rows) * padded_head);
         highest = make_array<float>(max_rows);
-        totals = make_array<float>(max_rows);
+        totals = make_array<float>(size_t(max_rows) * LANES);
         weights = make_array<typename Rows::Word>(size_t(max_rows) * weight_stride());
     }
     static constexpr size_t weight_stride() { return KEY_TILE / 2 * Rows::WORDS_PER_PAIR; }
 };
 
+// Packs the keys and values of positions [first, first + count), with zeros up to a whole panel of keys.
 template <class Rows>
-void pack_keys(const PagedKeys& paged, int first, int stop, Scratch<Rows>& scratch) {
-    const uint32_t* rows[KEY_TILE];
-    for (int i = 0; i < KEY_TILE; i++)
-        rows[i] = first + i < stop ? reinterpret_cast<const uint32_t*>(paged.key(first + i)) : nullptr;
+void pack_keys(const PagedKeys& paged, int first, int count, Scratch<Rows>& scratch) {
+    const uint16_t *keys[KEY_TILE] = {}, *values[KEY_TILE];
+    paged.find(first, count, keys, values);
     const int num_pairs = paged.head_size / 2;
-    for (int panel = 0; panel < KEY_TILE / PANEL; panel++)
-        pack_panel(rows + panel * PANEL, num_pairs, scratch.keys.get() + size_t(panel) * num_pairs * PANEL);
+    for (int panel = 0; panel * PANEL < count; panel++) {
+        const uint32_t* rows[PANEL];
+        for (int i = 0; i < PANEL; i++) rows[i] = reinterpret_cast<const uint32_t*>(keys[panel * PANEL + i]);
+        pack_panel(rows, num_pairs, scratch.keys.get() + size_t(panel) * num_pairs * PANEL);
+    }
     // Values: pairs of neighbouring positions for each of 32 elements of the head.
-    for (int pair = 0; pair < KEY_TILE / 2; pair++) {
-        const int position = first + 2 * pair;
-        const uint16_t* even = position < stop ? paged.value(position) : nullptr;
-        const uint16_t* odd = position + 1 < stop ? paged.value(position + 1) : nullptr;
-        for (int element = 0; element < scratch.padded_head; element += LANES) {
-            uint32_t* out = scratch.values.get() +
-                            (size_t(element / PANEL) * (KEY_TILE / 2) + pair) * PANEL + element % PANEL;
-            if (!even || element >= paged.head_size) {
-                std::memset(out, 0, LANES * sizeof(uint32_t));
-            } else if (!odd) {
-                for (int i = 0; i < LANES; i++) out[i] = even[element + i];
-            } else {
-                for (int i = 0; i < LANES; i++) out[i] = even[element + i] | uint32_t(odd[element + i]) << 16;
-            }
+    static const uint16_t zeros[LANES] = {};
+    for (int pair = 0; 2 * pair < count; pair++) {
+        const uint16_t *even = values[2 * pair], *odd = 2 * pair + 1 < count ? values[2 * pair + 1] : nullptr;
+        for (int element = 0; element < paged.head_size; element += LANES) {
+            uint32_t* out = scratch.values.get() + (size_t(element / PANEL) * (KEY_TILE / 2) + pair) * PANEL;
+            store_zipped(out + element % PANEL, even + element, odd ? odd + element : zeros);
         }
     }
 }
 
-// Turns one row of scores into weights against the highest score so far; returns what the older sums shrink by.
+// Turns the first num_visible scores of a row into weights against the highest score so far, and the weights after them
+// up to `count` into zeros; returns what the older sums shrink by. Modifies: highest, and the lanes of totals.
 template <class Rows>
-float weigh(float* scores, typename Rows::Word* weights, float scale, int num_visible, float& highest, float& total) {
+float weigh(float* scores, typename Rows::Word* weights, float scale, int num_visible, int count, float& highest,
+            float* totals) {
+    const float nothing = -std::numeric_limits<float>::infinity();
+    const int num_parts = (num_visible + LANES - 1) / LANES;
+    for (int key = num_visible; key < num_parts * LANES; key++) scores[key] = nothing;
     V parts[KEY_TILE / LANES];
     const V factor = fill(scale);
-    for (int key = num_visible; key < KEY_TILE; key++) scores[key] = -std::numeric_limits<float>::infinity();
-    V peak = fill(-std::numeric_limits<float>::infinity());
-    for (int i = 0; i < KEY_TILE / LANES; i++) {
+    V peak = fill(nothing);
+    for (int i = 0; i < num_parts; i++) {
         parts[i] = mul(load(scores + i * LANES), factor);
         peak = max(peak, parts[i]);
     }
@@ -101,15 +103,20 @@ float weigh(float* scores, typename Rows::Word* weights, float scale, int num_vi
     highest = now > before ? now : before;
     const V base = fill(highest);
     V sum = fill(0.0f);
-    for (int i = 0; i < KEY_TILE / LANES; i++) {
-        parts[i] = exponential(sub(parts[i], base));
-        Rows::put(weights, i * LANES, parts[i]);
-        sum = add(sum, parts[i]);
+    for (int i = 0; i < num_parts; i++) {
+        const V weight = exponential(sub(parts[i], base));
+        Rows::put(weights, i * LANES, weight);
+        sum = add(sum, weight);
     }
-    float shrink[LANES];
-    store(shrink, exponential(fill(before - highest)));
-    total = total * shrink[0] + sum_of(sum);
-    return shrink[0];
+    for (int key = num_parts * LANES; key < count; key += LANES) Rows::put(weights, key, fill(0.0f));
+    float shrink = 1.0f;
+    if (highest != before) {
+        float lanes[LANES];
+        store(lanes, exponential(fill(before - highest)));
+        shrink = lanes[0];
+    }
+    store(totals, add(mul(load(totals), fill(shrink)), sum));
+    return shrink;
 }
 
 // Writes the outputs: put(row, element, values) with float32 values of 16 elements of one row.
@@ -121,26 +128,27 @@ void attend(const QueryTile<Rows>& tile, const PagedKeys& paged, float scale, Sc
     std::memset(sums, 0, size_t(tile.num_rows) * padded * sizeof(float));
     for (int r = 0; r < tile.num_rows; r++) {
         scratch.highest[r] = -std::numeric_limits<float>::infinity();
-        scratch.totals[r] = 0.0f;
+        store(scratch.totals.get() + r * LANES, fill(0.0f));
     }
     float* const scores = scratch.scores.get();
     for (int first = 0; first < num_keys; first += KEY_TILE) {
-        const int stop = first + KEY_TILE < num_keys ? first + KEY_TILE : num_keys;
-        // Rows before the tile's first key see nothing of it.
-        const int from = first > tile.start ? (first - tile.start) * tile.group : 0;
-        pack_keys<Rows>(paged, first, stop, scratch);
-        for (int panel = 0; panel < KEY_TILE / PANEL; panel++)
+        const int count = num_keys - first < KEY_TILE ? num_keys - first : KEY_TILE;
+        // Rows before a key see nothing of it.
+        const auto first_row = [&](int key) { return key > tile.start ? (key - tile.start) * tile.group : 0; };
+        pack_keys<Rows>(paged, first, count, scratch);
+        for (int panel = 0; panel * PANEL < count; panel++)
             run_panel<Rows>(tile.queries, tile.stride, scratch.keys.get() + size_t(panel) * num_pairs * PANEL, num_pairs,
-                            from, tile.num_rows, begin_at_zero, [&](int row, const V* acc) {
+                            first_row(first + panel * PANEL), tile.num_rows, begin_at_zero, [&](int row, const V* acc) {
                                 store(scores + size_t(row) * KEY_TILE + panel * PANEL, acc[0]);
                                 store(scores + size_t(row) * KEY_TILE + panel * PANEL + LANES, acc[1]);
                             });
+        const int from = first_row(first);
         for (int r = from; r < tile.num_rows; r++) {
             const int visible = tile.position(r) + 1 - first;
             const float shrink = weigh<Rows>(scores + size_t(r) * KEY_TILE,
                                              scratch.weights.get() + size_t(r) * scratch.weight_stride(), scale,
-                                             visible < KEY_TILE ? visible : KEY_TILE, scratch.highest[r],
-                                             scratch.totals[r]);
+                                             visible < count ? visible : count, count, scratch.highest[r],
+                                             scratch.totals.get() + r * LANES);
             if (shrink != 1.0f)
                 for (int e = 0; e < padded; e += LANES)
                     store(sums + size_t(r) * padded + e, mul(load(sums + size_t(r) * padded + e), fill(shrink)));
@@ -148,7 +156,7 @@ void attend(const QueryTile<Rows>& tile, const PagedKeys& paged, float scale, Sc
         for (int panel = 0; panel < padded / PANEL; panel++)
             run_panel<Rows>(
                 scratch.weights.get(), scratch.weight_stride(),
-                scratch.values.get() + size_t(panel) * (KEY_TILE / 2) * PANEL, KEY_TILE / 2, from, tile.num_rows,
+                scratch.values.get() + size_t(panel) * (KEY_TILE / 2) * PANEL, (count + 1) / 2, from, tile.num_rows,
                 [&](int row, V* acc) {
                     acc[0] = load(sums + size_t(row) * padded + panel * PANEL);
                     acc[1] = load(sums + size_t(row) * padded + panel * PANEL + LANES);
@@ -159,7 +167,7 @@ void attend(const QueryTile<Rows>& tile, const PagedKeys& paged, float scale, Sc
                 });
     }
     for (int r = 0; r < tile.num_rows; r++) {
-        const V total = fill(scratch.totals[r]);
+        const V total = fill(sum_of(load(scratch.totals.get() + r * LANES)));
         for (int e = 0; e < paged.head_size; e += LANES) put(r, e, div(load(sums + size_t(r) * padded + e), total));
     }
 }

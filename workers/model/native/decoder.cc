@@ -17,7 +17,7 @@
 
 namespace kopir {
 
-constexpr int ROWS_PER_TASK = 16;      // Of phases that go row by row.
+constexpr int ROWS_PER_TASK_MAX = 16;  // Of phases that go row by row.
 constexpr int BLOCK_ROWS = 96;         // Of one task of a product: they and a panel stay in the second-level cache.
 constexpr int QUERY_ROWS_MAX = 192;    // Of one task of attention, all heads of a group counted.
 
@@ -130,7 +130,7 @@ class DecoderOf : public Decoder {
         if (counters_.empty()) counters_ = std::vector<std::atomic<int>>(size_t(shape_.num_layers) * 8 + 4);
         if (batch.num_rows > capacity_) {
             capacity_ = 0;
-            const size_t rows = ceil_to(batch.num_rows, ROWS_PER_TASK);
+            const size_t rows = ceil_to(batch.num_rows, LANES);
             hidden_ = make_array<float>(rows * ceil_to(shape_.hidden_size, PANEL));
             qkv_ = make_array<float>(rows * ceil_to(qkv_size(), PANEL));
             queries_ = make_array<Word>(rows * words(q_size()));
@@ -171,9 +171,10 @@ class DecoderOf : public Decoder {
 
     template <class Task>
     void rows_phase(int index, int num_rows, const Task& task) {
-        phase(index, (num_rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, [&](int i) {
-            const int stop = std::min((i + 1) * ROWS_PER_TASK, num_rows);
-            for (int row = i * ROWS_PER_TASK; row < stop; row++) task(row);
+        const int size = std::min(ROWS_PER_TASK_MAX, (num_rows + team_->size() - 1) / team_->size());
+        phase(index, (num_rows + size - 1) / size, [&](int i) {
+            const int stop = std::min((i + 1) * size, num_rows);
+            for (int row = i * size; row < stop; row++) task(row);
         });
     }
 

@@ -47,6 +47,9 @@ inline V load_bf16(const uint16_t* p) {
 }
 // Rounds to nearest, ties to even; not-a-number stays not-a-number.
 inline void store_bf16(uint16_t* p, V a) {
+#ifdef __AVX512BF16__
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a.v));
+#else
     const __m512i bits = _mm512_castps_si512(a.v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -54,7 +57,17 @@ inline void store_bf16(uint16_t* p, V a) {
     rounded = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
     const __m256i half = _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+#endif
 }
+// Sixteen pairs of the numbers at `even` and `odd`.
+inline void store_zipped(uint32_t* p, const uint16_t* even, const uint16_t* odd) {
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even)));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd)));
+    _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+inline __m256 upper_half(V a) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1)); }
+inline __m256 folded_sum(V a) { return _mm256_add_ps(_mm512_castps512_ps256(a.v), upper_half(a)); }
+inline __m256 folded_max(V a) { return _mm256_max_ps(_mm512_castps512_ps256(a.v), upper_half(a)); }
 // Two bf16 numbers in each 32-bit lane: the first in the low half.
 struct Pairs {
     __m512i v;
@@ -115,6 +128,15 @@ inline void store_bf16(uint16_t* p, V x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bf16(x.a));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), to_bf16(x.b));
 }
+inline void store_zipped(uint32_t* p, const uint16_t* even, const uint16_t* odd) {
+    for (int i = 0; i < LANES; i += 8) {
+        const __m256i low = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(even + i)));
+        const __m256i high = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(odd + i)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + i), _mm256_or_si256(low, _mm256_slli_epi32(high, 16)));
+    }
+}
+inline __m256 folded_sum(V x) { return _mm256_add_ps(x.a, x.b); }
+inline __m256 folded_max(V x) { return _mm256_max_ps(x.a, x.b); }
 struct Pairs {
     __m256i a, b;
 };
@@ -132,20 +154,18 @@ inline V high_half(Pairs w) {
 
 #endif
 
-// Sums and maxima of the lanes, in one fixed order.
+// Sums and maxima of the lanes, in one fixed order: halves onto halves.
 inline float sum_of(V a) {
-    float x[LANES];
-    store(x, a);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] += x[i + half];
-    return x[0];
+    const __m256 eight = folded_sum(a);
+    __m128 x = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_add_ss(x, _mm_shuffle_ps(x, x, 1)));
 }
 inline float max_of(V a) {
-    float x[LANES];
-    store(x, a);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
-    return x[0];
+    const __m256 eight = folded_max(a);
+    __m128 x = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+    return _mm_cvtss_f32(_mm_max_ss(x, _mm_shuffle_ps(x, x, 1)));
 }
 
 // e**x with a relative error below 2e-7; exactly 1 at 0, exactly 0 below -87. Cephes' polynomial.
@@ -162,13 +182,6 @@ inline V exponential(V x) {
     p = fma(p, r, fill(5.0000001201e-1f));
     p = add(fma(mul(r, r), p, r), fill(1.0f));
     return zero_below(mul(p, power_of_two(n)), x, -87.0f);
-}
-
-inline uint16_t to_bf16(float x) {
-    float lanes[LANES] = {x};
-    uint16_t out[LANES];
-    store_bf16(out, load(lanes));
-    return out[0];
 }
 
 }  // namespace kopir
