@@ -152,15 +152,21 @@ def check_port(host: str, port: int, reason: str | None, running: list[str]) -> 
 
 
 def check_ray_token(address: str, environment: Any, home: Path) -> Finding:
-    """Nodes of one Ray cluster need one token; a local cluster makes its own."""
+    """Nodes of one Ray cluster need one token; a local cluster makes its own, unless that is switched off."""
+    mode = environment.get("RAY_AUTH_MODE")
+    open_to_all = "whoever reaches a port of Ray or Serve can run code (docs/security.md)"
     if address == "local":
-        return Finding(check="ray token", status="ok", found="not needed: local cluster")
+        if mode in (None, "token"):
+            return Finding(check="ray token", status="ok", found="each local cluster makes its own")
+        found = f"RAY_AUTH_MODE={mode}: {open_to_all}"
+        return Finding(check="ray token", status="warn", found=found, advice="unset RAY_AUTH_MODE, or set it to token")
     has_token = bool(environment.get("RAY_AUTH_TOKEN") or environment.get("RAY_AUTH_TOKEN_PATH"))
     has_token = has_token or (home / ".ray" / "auth_token").is_file()
-    if environment.get("RAY_AUTH_MODE") == "token" and has_token:
+    if mode == "token" and has_token:
         return Finding(check="ray token", status="ok", found="token mode with a token")
     advice = "set RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN on every node"
-    return Finding(check="ray token", status="warn", found=f"no token for the cluster at {address}", advice=advice)
+    found = f"no token for the cluster at {address}: {open_to_all}"
+    return Finding(check="ray token", status="warn", found=found, advice=advice)
 
 
 def check_gpu(driver: str | None, names: list[str], torch_build: str | None) -> Finding:

@@ -9,15 +9,18 @@ import socket
 import struct
 from pathlib import Path
 
+import grpc
 import openai
 import psutil
 import pytest
+from ray.serve.generated.serve_pb2 import ASGIRequest
 
 from ..asking import ask
 from ..cluster import MODEL, Cluster, poll_until
 from ..golden import Golden, make_prompt
 
 REFUSAL_DEADLINE_S = 1.0
+REPLICA_METHOD = "/ray.serve.ASGIService/HandleRequest"
 QUESTION = "What is the capital of France?"
 
 
@@ -170,6 +173,36 @@ def test_f60_nothing_of_ours_listens_beyond_loopback(pair: Cluster) -> None:
         connections = psutil.Process(pair.pids()[part]).net_connections(kind="tcp")
         addresses = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
         assert addresses <= {"127.0.0.1", "::1", "::", "0.0.0.0"}, (part, addresses)
+
+
+def call_replica(port: int, payload: bytes, metadata: list[tuple[str, str]]) -> grpc.StatusCode:
+    """Calls Serve's own method at a port as its proxy does; returns the error that comes back."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        handle = channel.unary_unary(REPLICA_METHOD, request_serializer=ASGIRequest.SerializeToString)
+        try:
+            handle(ASGIRequest(pickled_request_metadata=payload), metadata=metadata, timeout=10)
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[no-any-return, attr-defined]
+    raise AssertionError("a pickle of a marker is no request")
+
+
+def test_f60_serve_asks_for_the_token_before_it_unpickles(pair: Cluster, tmp_path: Path) -> None:
+    """A replica's port for the proxy is on every interface and takes pickles: only from who has Ray's token."""
+    connections = psutil.Process(pair.pids()["ingress-0"]).net_connections(kind="tcp")
+    wide = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN and c.laddr.ip in ("::", "0.0.0.0")}
+    token = pair.place.environment["RAY_AUTH_TOKEN"]
+    known, unknown = tmp_path / "known", tmp_path / "unknown"
+    payload = pickle.dumps(Marker(unknown))
+    wrong = token.translate(str.maketrans("0123456789abcdef", "123456789abcdef0"))
+    refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED)  # The latter by Ray's own port.
+    for metadata in ([], [("authorization", f"Bearer {wrong}")]):
+        codes = [call_replica(port, payload, metadata) for port in wide]
+        assert grpc.StatusCode.UNAUTHENTICATED in codes and set(codes) <= set(refusals), codes
+    assert not unknown.exists()
+    # With the token one of them unpickles: without this, the test could not tell a refusal from a port that is none.
+    for port in wide:
+        call_replica(port, pickle.dumps(Marker(known)), [("authorization", f"Bearer {token}")])
+    assert known.exists()
 
 
 def test_served_model_is_listed(pair: Cluster) -> None:

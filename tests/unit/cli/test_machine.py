@@ -110,6 +110,7 @@ def test_needed_memory_counts_every_worker() -> None:
         (doctor.check_port("h", 8, "in use", ["http://h:8"]), "ok", ""),
         (doctor.check_port("h", 8, "in use", ["http://h:18"]), "fail", "--port"),
         (doctor.check_ray_token("local", {}, Path("/none")), "ok", ""),
+        (doctor.check_ray_token("local", {"RAY_AUTH_MODE": "disabled"}, Path("/none")), "warn", "unset RAY_AUTH_MODE"),
         (doctor.check_ray_token("h:1", {}, Path("/none")), "warn", "RAY_AUTH_MODE=token"),
         (doctor.check_ray_token("h:1", {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t"}, Path("/none")), "ok", ""),
         (doctor.check_gpu(None, [], "2.13.0+cpu"), "ok", ""),
