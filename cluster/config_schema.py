@@ -215,6 +215,10 @@ class LimitsConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_stream_backlog_tokens: Annotated[
         PositiveCount, doc("Tokens of a stream that may be computed ahead of what has been written; it waits beyond.")
     ] = 4096
+    client_stall_ms: Annotated[
+        Millis,
+        doc("A stream whose client takes nothing for so long, while some is waiting for it, ends as `client_stalled`."),
+    ] = 60_000
 
 
 class AdmissionConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

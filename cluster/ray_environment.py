@@ -11,6 +11,11 @@ _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Workers serve people: Ray would run them at the lowest priority otherwise.
     "RAY_worker_niceness": "0",
+    # An event of a stream passes the hop from ingress to proxy as a message: these make it cheaper, by a gRPC
+    # stream instead of one object of Ray for each message, and without a change of threads on either side.
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # Serve takes middlewares of its HTTP proxy only by this variable, read in the proxy process.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ingress.api.proxy_edge.proxy_middlewares",
 }

@@ -164,7 +164,12 @@ class IngressApp:
     def _limits(self) -> ApiLimits:
         server = self._config.server
         keep_alive = KeepAlive(ping_s=server.keep_alive_ping_s, retry_after_first_byte=server.retry_after_first_byte)
-        return ApiLimits(max_body_bytes=self._config.limits.max_body_bytes, keep_alive=keep_alive)
+        limits = self._config.limits
+        return ApiLimits(
+            max_body_bytes=limits.max_body_bytes,
+            keep_alive=keep_alive,
+            client_stall_s=limits.client_stall_ms / 1000,
+        )
 
     async def start(self) -> tuple[str, int]:
         """Joins the ledger, then listens for workers; returns (host, port)."""

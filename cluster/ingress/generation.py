@@ -170,6 +170,8 @@ class RunningRequest(Generation):
         self.step(ev.StopMatched(now_ns=self._clock_ns()))
 
     async def cancel(self, reason: CancelReason) -> None:
+        if reason == "client_stalled" and not self.machine.is_ended:
+            self._interruption = _interruption(reason, self.attempt_id, "the client stopped reading")
         self.step(ev.ClientGone(now_ns=self._clock_ns(), reason=reason))
         self._answer_ended()
 
@@ -265,14 +267,7 @@ class RunningRequest(Generation):
             self._put(Ended(order.end))
 
     def _interrupt(self, order: ev.Interrupt) -> None:
-        self._interruption = {
-            "code": "upstream_decode_interrupted",
-            "reason": order.reason,
-            "attempt_id": order.attempt_id,
-            "message": order.message,
-            "partial_output": True,
-            "retryable": False,
-        }
+        self._interruption = _interruption(order.reason, order.attempt_id, order.message)
         # Only the event under way is finished; what waits behind it is not delivered.
         self._queue.clear()
         self._put(Interrupted(order.reason, order.attempt_id, order.message))
@@ -308,6 +303,17 @@ def _failure(order: ev.Fail) -> ApiError:
         case _:
             advice = None if order.retryable_by_client else False
             return UpstreamFailed(order.message, code=order.code, status=order.status, should_retry=advice)
+
+
+def _interruption(reason: str, attempt_id: str, message: str) -> dict[str, Any]:
+    return {
+        "code": "upstream_decode_interrupted",
+        "reason": reason,
+        "attempt_id": attempt_id,
+        "message": message,
+        "partial_output": True,
+        "retryable": False,
+    }
 
 
 def _attempt_record(attempt: Any, admitted_ns: int) -> dict[str, Any]:

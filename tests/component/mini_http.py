@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import openai
 import uvicorn
@@ -12,16 +13,19 @@ from mini_cluster import MiniCluster, tiny_tokenizer
 
 from cluster.ingress.api.app import create_app
 from cluster.ingress.api.chat_template import ChatTemplate
+from cluster.ingress.api.services import ApiLimits
 from cluster.ingress.api.tokenizer import TokenizerBundle
 
 MODEL_ID = "tiny"
 
 
 @asynccontextmanager
-async def serve(cluster: MiniCluster) -> AsyncIterator[str]:
-    """Serves the endpoint of ``cluster`` for a with block; yields its URL."""
+async def serve(
+    cluster: MiniCluster, *, limits: ApiLimits | None = None, wrap: Callable[[Any], Any] = lambda app: app
+) -> AsyncIterator[str]:
+    """Serves the endpoint of ``cluster`` for a with block; yields its URL. ``wrap`` puts layers around the app."""
     bundle = TokenizerBundle(tiny_tokenizer(), eos_token_ids=(2,), template=ChatTemplate("", {}))
-    app = create_app(cluster.backend, bundle)
+    app = wrap(create_app(cluster.backend, bundle, limits))
     # The protocol is named because asyncio sets TCP_NODELAY only then.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))

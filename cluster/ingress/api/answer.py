@@ -29,6 +29,7 @@ from cluster.ingress.api.idempotency import KeyHold
 from cluster.ingress.api.plan import AnswerPlan
 from cluster.ingress.api.services import Services
 from cluster.ingress.api.shapes import AnswerShape
+from cluster.ingress.api.window import WRITTEN, WriteWindow
 from cluster.ingress.api.wire import Piece, PromptTokensDetails, Usage
 from kvstore.errors import KopirError
 
@@ -58,6 +59,7 @@ class Answer(ABC):
         client_retries: int = 0,
         request_class: str | None = None,
         salt: bytes = b"",
+        window: WriteWindow | None = None,
     ) -> None:
         self._services = services
         self._plan = plan
@@ -69,6 +71,8 @@ class Answer(ABC):
         self._client_retries = client_retries
         self._salt = salt
         self._request_class = request_class
+        self._window = window
+        """None: a write waits for the client by itself."""
         self._waited_s = 0.0
         """For a seat."""
         self._choices = [
@@ -162,7 +166,7 @@ class Answer(ABC):
     async def _run_watched(self, receive: Receive, send: Send) -> str:
         """Returns the outcome, as named in ``metrics.OUTCOMES``."""
         work = asyncio.ensure_future(self._answer(send))
-        watch = asyncio.ensure_future(_wait_for_disconnect(receive))
+        watch = asyncio.ensure_future(_wait_for_disconnect(receive, self._window))
         try:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -390,10 +394,11 @@ def _call_id(request_id: str, index: int, number: int) -> str:
     return "call_" + hashlib.blake2b(f"{request_id}:{index}:{number}".encode(), digest_size=12).hexdigest()
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive, window: WriteWindow | None) -> None:
     """Returns when the client is gone; a server that can no longer tell counts as gone."""
     try:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        while (message := await receive())["type"] != "http.disconnect":
+            if window is not None and message["type"] == WRITTEN:
+                window.written(message["bytes"])
     except Exception:
         logger.exception("disconnect_watch_failed")

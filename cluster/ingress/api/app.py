@@ -45,6 +45,7 @@ from cluster.ingress.api.tenants import KeyCheck, tenant_of_scope
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from cluster.ingress.api.tool_answer import MAX_ROUNDS, StreamedToolAnswer, WholeToolAnswer, request_id_of_round
 from cluster.ingress.api.whole import WholeAnswer
+from cluster.ingress.api.window import EDGE_HEADER, WriteWindow
 from cluster.ingress.api.wire import Model, ModelList, encode_json
 from cluster.ingress.tools.service import Opening, ToolSession
 from cluster.ledger.key_store import KeyRow
@@ -204,6 +205,7 @@ class GenerationEndpoint:
             arrived_s=arrived_s,
             hold=hold,
             request_class=headers.get(CLASS_HEADER),
+            window=WriteWindow() if EDGE_HEADER in headers else None,
         )
         most = plan.num_prompt_tokens + plan.num_choices * plan.spec.max_tokens
         with services.tenants.place(tenant, request_id, num_tokens=most, num_choices=plan.num_choices) as usage:

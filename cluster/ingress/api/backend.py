@@ -35,13 +35,14 @@ InterruptReason = Literal[
     "engine_fault",
     "deadline",
     "shutdown",
+    "client_stalled",
     "cancelled",
     "tool_outcome_unknown",
 ]
 """The reasons of the contract; ``cancelled``: the request was stopped by its id while its client still read;
 ``tool_outcome_unknown``: a tool call of the gateway needs a person."""
 FinishReason = Literal["stop", "length"]
-CancelReason = Literal["client_gone", "cancelled", "gateway_fault"]
+CancelReason = Literal["client_gone", "client_stalled", "cancelled", "gateway_fault"]
 
 
 class TokenBatch(Struct, frozen=True):

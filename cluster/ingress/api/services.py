@@ -36,6 +36,8 @@ class ApiLimits:
 
     max_body_bytes: int = 4 * MIB
     keep_alive: KeepAlive = KeepAlive()
+    client_stall_s: float = 60.0
+    """A stream whose client takes nothing for so long is ended."""
 
 
 def _random_seed() -> int:

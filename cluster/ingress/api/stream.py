@@ -15,21 +15,19 @@ from cluster.ingress.api.answer import Answer, Receive, Send
 from cluster.ingress.api.backend import GenerationEvent, Interrupted, TokenBatch
 from cluster.ingress.api.choice import Choice, Merge
 from cluster.ingress.api.errors import ApiError
+from cluster.ingress.api.window import STALL_HEADER
 from cluster.ingress.api.wire import DONE_EVENT, InterruptionError, Piece, StartedError, error_event
 
 HELD_EVENTS_MAX = 64
 HELD_BYTES_MAX = 1 << 16
 """What one write takes along at most, so that no stream keeps the others waiting for long."""
 
-_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_START = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
 
 
 class StreamedAnswer(Answer):
@@ -58,6 +56,9 @@ class StreamedAnswer(Answer):
         """Waits for the next event; until the first output it writes comments meanwhile, where that is switched on."""
         keep_alive = self._services.limits.keep_alive
         if self._has_opening:
+            if not await self._has_room():
+                await self._cancel("client_stalled")
+                return self._choices[0], Interrupted("client_stalled", self._attempt_id, "the client stopped reading")
             if len(self._choices) == 1:
                 await self._keep_pace(self._choices[0])
             return await events.next()
@@ -70,6 +71,10 @@ class StreamedAnswer(Answer):
             return waiting.result()
         finally:
             waiting.cancel()
+
+    async def _has_room(self) -> bool:
+        """Waits until the client has taken enough of what was written; False when it takes nothing any more."""
+        return self._window is None or await self._window.room(deadline_s=self._services.limits.client_stall_s)
 
     async def _keep_pace(self, choice: Choice) -> None:
         """Lets a fast stream gather tokens before the next write. Nothing is taken meanwhile: a cut drops them all."""
@@ -87,7 +92,11 @@ class StreamedAnswer(Answer):
     async def _open(self, send: Send) -> None:
         if not self._is_open:
             self._is_open = True
-            await send(_START)
+            await send(_START if self._window is None else self._start_for_edge())
+
+    def _start_for_edge(self) -> dict[str, Any]:
+        stall_ms = int(self._services.limits.client_stall_s * 1000)
+        return {**_START, "headers": [*_HEADERS, (STALL_HEADER.encode(), str(stall_ms).encode())]}
 
     async def _fail(self, send: Send, error: ApiError) -> None:
         event = StartedError(
@@ -175,6 +184,8 @@ class StreamedAnswer(Answer):
             self._held.clear()
             self._num_held_bytes = 0
         self._written_s = self._services.monotonic_s()
+        if self._window is not None:
+            self._window.sent(len(data))
         await send({"type": "http.response.body", "body": data, "more_body": more})
 
     def _observe_gap(self) -> None:
