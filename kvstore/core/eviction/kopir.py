@@ -53,7 +53,7 @@ class KopirPolicy:
         self._life = array("I", bytes(4 * num_slots))
         self._num_children = array("I", bytes(4 * num_slots))
         self._visits = VisitTable(min(max(GHOSTS_MIN, GHOSTS_PER_SLOT * num_slots), GHOSTS_MAX))
-        self._study = ReuseStudy(num_slots, NUM_CLASSES)
+        self._study = ReuseStudy(num_slots, NUM_CLASSES, visits_per_round=LEARN_EVERY * NUM_CLASSES)
         self._now = 0
         self._rank_cells()
 

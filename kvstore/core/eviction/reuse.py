@@ -30,7 +30,9 @@ AGE_MIN = 64
 SAMPLE_BLOCKS = 1 << 14
 WINDOW_BLOCKS_MIN = 1 << 16
 WINDOW_PER_SLOT = 8
-FADE = 0.97
+HALF_LIFE_PER_SLOT = 1.75
+HALF_LIFE_MIN = 15_000
+"""Visits after which what was seen counts half: a larger tier holds blocks longer, and needs to remember longer."""
 PRIOR = 40.0
 """A class is taken to behave like all blocks together until it has more than so many observations at an age."""
 
@@ -116,7 +118,7 @@ class AgedLists:
 class ReuseStudy:
     """Watches a sample of blocks and says what a slot is worth. About 4 MB whatever the tier's size."""
 
-    def __init__(self, num_slots: int, num_classes: int) -> None:
+    def __init__(self, num_slots: int, num_classes: int, *, visits_per_round: int) -> None:
         window = max(WINDOW_BLOCKS_MIN, WINDOW_PER_SLOT * num_slots)
         shift = 0
         while SAMPLE_BLOCKS << shift < window:
@@ -132,6 +134,8 @@ class ReuseStudy:
         self.worth = [0.0] * (num_classes * NUM_AGES)
         """Hits per visit's time by cell; 0 where nothing is known."""
         self._next_class = 0
+        self._fade = 0.5 ** (visits_per_round / max(HALF_LIFE_MIN, HALF_LIFE_PER_SLOT * num_slots))
+        """What is left of a count after a round, in which the worth of each class is computed once."""
 
     def visit(self, block_hash: BlockHash, class_idx: int, now: int) -> None:
         """A block was asked for, and is of this class from now on. ``now`` in visits."""
@@ -164,8 +168,8 @@ class ReuseStudy:
         class_idx = self._next_class
         self._next_class = (class_idx + 1) % self._num_classes
         if class_idx == 0:
-            self._again = [count * FADE for count in self._again]
-            self._outlived = [count * FADE for count in self._outlived]
+            self._again = [count * self._fade for count in self._again]
+            self._outlived = [count * self._fade for count in self._outlived]
         start = class_idx * NUM_AGES
         self.worth[start : start + NUM_AGES] = worth_by_age(self._hazards(class_idx))
 

@@ -309,7 +309,7 @@ def test_no_policy_beats_the_optimum(prompts: list[tuple[int, int, int]], num_sl
 
 def test_the_study_learns_when_blocks_return() -> None:
     """Blocks of class 0 return after 1,000 visits, those of class 1 never: worth says so at each age."""
-    study, now = ReuseStudy(1000, 2), 0
+    study, now = ReuseStudy(1000, 2, visits_per_round=1000), 0
     for _ in range(40):
         for number in range(500):
             now += 1
@@ -324,6 +324,20 @@ def test_the_study_learns_when_blocks_return() -> None:
     assert study.worth[at_900] > 3 * study.worth[0] > 0
     assert study.worth[0] > 3 * study.worth[NUM_AGES]
     assert study.worth[at_900 + 3] < study.worth[at_900] / 3
+
+
+def test_a_larger_tier_remembers_longer() -> None:
+    """After the load changes, a small tier has unlearned what a large one still reckons with."""
+    small, large = (ReuseStudy(num_slots, 1, visits_per_round=1000) for num_slots in (1_000, 100_000))
+    for study in (small, large):
+        for now in range(1, 40_001):
+            # Every block returns after 500 visits at first, later none does.
+            study.visit(block_hash_of(now % 500 if now <= 10_000 else now), 0, now)
+            if now % 64 == 0:
+                study.grow_older(now)
+            if now % 1000 == 0:
+                study.learn()
+    assert 0 < small.worth[0] < large.worth[0] / 2
 
 
 def test_worth_of_equal_hazards_falls_with_the_width_of_the_age() -> None:
