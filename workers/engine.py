@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from workers.kv_pool import KvPool
 from workers.model.model import Model
 
 __all__ = ["Engine", "PrefillStep", "SeqChunk"]
+
+FIRST_PASS_TOKENS: Final = 32
+"""Enough to start the threads and to touch all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +102,12 @@ class Engine:
         return self.forward([SeqChunk((token_id,), position, table) for token_id, position, table in tokens])
 
     def warm_up(self, *, chunk_tokens: int = 512, batch_sizes: Sequence[int] = (1, 2, 4, 8)) -> None:
-        """Runs each class of shapes once, so that no request pays for building kernels.
+        """Runs each class of shapes once, so that no request pays for building kernels; a short pass if none are built.
 
         Call it before the first sequence owns a block. Modifies: the pool, which is zero again afterwards.
         """
+        if not self.model.builds_kernels:
+            chunk_tokens, batch_sizes = min(chunk_tokens, FIRST_PASS_TOKENS), ()
         block_tokens = self.limits.block_tokens
         capacity = min(self.limits.max_positions, self.limits.num_blocks * block_tokens)
         length = min(chunk_tokens, capacity)

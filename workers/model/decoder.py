@@ -51,6 +51,8 @@ class Layer:
 class Decoder:
     """A loaded model. ``compute``: the number format of the weight products."""
 
+    builds_kernels = True
+
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, *, max_positions: int, compute: Compute) -> None:
         self.config = config
         self.compute: Compute = compute

@@ -17,6 +17,8 @@ class Model(Protocol):
 
     config: ModelConfig
     max_positions: int
+    builds_kernels: bool
+    """Whether the first pass of a shape is slower than the next, because it builds something."""
 
     @property
     def kernels(self) -> str:

@@ -69,6 +69,8 @@ def refusal(config: ModelConfig, compute: Compute, library: Library) -> str | No
 class NativeDecoder:
     """A loaded model. ``compute``: the format that rows are rounded to for a product; sums are float32 in both."""
 
+    builds_kernels = False
+
     def __init__(
         self, config: ModelConfig, checkpoint: Checkpoint, *, max_positions: int, compute: Compute, library: Library
     ) -> None:

@@ -51,13 +51,13 @@ struct Scratch {
     Array<typename Rows::Word> weights;
 
     Scratch(int head_size, int max_rows) : padded_head((head_size + PANEL - 1) / PANEL * PANEL) {
-        keys = make_array<uint32_t>(size_t(KEY_TILE) * head_size / 2);
-        values = make_array<uint32_t>(size_t(KEY_TILE) / 2 * padded_head);
-        scores = make_array<float>(size_t(max_rows) * KEY_TILE);
-        sums = make_array<float>(size_t(max_rows) * padded_head);
-        highest = make_array<float>(max_rows);
-        totals = make_array<float>(size_t(max_rows) * LANES);
-        weights = make_array<typename Rows::Word>(size_t(max_rows) * weight_stride());
+        keys = make_zeros<uint32_t>(size_t(KEY_TILE) * head_size / 2);
+        values = make_zeros<uint32_t>(size_t(KEY_TILE) / 2 * padded_head);
+        scores = make_zeros<float>(size_t(max_rows) * KEY_TILE);
+        sums = make_zeros<float>(size_t(max_rows) * padded_head);
+        highest = make_zeros<float>(max_rows);
+        totals = make_zeros<float>(size_t(max_rows) * LANES);
+        weights = make_zeros<typename Rows::Word>(size_t(max_rows) * weight_stride());
     }
     static constexpr size_t weight_stride() { return KEY_TILE / 2 * Rows::WORDS_PER_PAIR; }
 };

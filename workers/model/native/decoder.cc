@@ -71,7 +71,7 @@ class Decoder {
         out.num_pairs = pairs;
         out.num_panels = is_interleaved ? (half + LANES - 1) / LANES : (columns + PANEL - 1) / PANEL;
         out.packed = make_array<uint32_t>(size_t(out.num_panels) * pairs * PANEL);
-        if (bias) out.bias = make_array<float>(size_t(out.num_panels) * PANEL);
+        if (bias) out.bias = make_zeros<float>(size_t(out.num_panels) * PANEL);
         for (int panel = 0; panel < out.num_panels; panel++) {
             const uint32_t* rows[PANEL];
             for (int c = 0; c < PANEL; c++) {
@@ -131,12 +131,12 @@ class DecoderOf : public Decoder {
         if (batch.num_rows > capacity_) {
             capacity_ = 0;
             const size_t rows = ceil_to(batch.num_rows, LANES);
-            hidden_ = make_array<float>(rows * ceil_to(shape_.hidden_size, PANEL));
-            qkv_ = make_array<float>(rows * ceil_to(qkv_size(), PANEL));
-            queries_ = make_array<Word>(rows * words(q_size()));
-            normed_ = make_array<Word>(rows * words(shape_.hidden_size));
-            attended_ = make_array<Word>(rows * words(q_size()));
-            gated_ = make_array<Word>(rows * words(shape_.intermediate_size));
+            hidden_ = make_zeros<float>(rows * ceil_to(shape_.hidden_size, PANEL));
+            qkv_ = make_zeros<float>(rows * ceil_to(qkv_size(), PANEL));
+            queries_ = make_zeros<Word>(rows * words(q_size()));
+            normed_ = make_zeros<Word>(rows * words(shape_.hidden_size));
+            attended_ = make_zeros<Word>(rows * words(q_size()));
+            gated_ = make_zeros<Word>(rows * words(shape_.intermediate_size));
             capacity_ = int(rows);
         }
         row_span_.resize(batch.num_rows);
@@ -397,7 +397,7 @@ int kopir_pack(void* decoder, int layer, int kind, const uint16_t* weight, const
 int kopir_norm(void* decoder, int layer, int kind, const float* weight, int size) try {
     auto& out = static_cast<kopir::Decoder*>(decoder)->norm(layer, kind);
     const int padded = kopir::ceil_to(size, kopir::LANES);
-    out = kopir::make_array<float>(padded);
+    out = kopir::make_zeros<float>(padded);
     std::fill(std::copy(weight, weight + size, out.get()), out.get() + padded, 0.0f);
     return 0;
 } catch (const std::exception&) {

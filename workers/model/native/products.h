@@ -23,6 +23,7 @@ struct Free {
 template <class T>
 using Array = std::unique_ptr<T[], Free>;
 
+// Memory of its own, not set to anything.
 template <class T>
 Array<T> make_array(size_t count) {
     constexpr size_t huge = size_t(2) << 20;
@@ -31,7 +32,14 @@ Array<T> make_array(size_t count) {
     void* memory = std::aligned_alloc(step, bytes);
     if (!memory) throw std::bad_alloc();
     if (step == huge) madvise(memory, bytes, MADV_HUGEPAGE);
-    return Array<T>(static_cast<T*>(std::memset(memory, 0, bytes)));
+    return Array<T>(static_cast<T*>(memory));
+}
+
+template <class T>
+Array<T> make_zeros(size_t count) {
+    Array<T> array = make_array<T>(count);
+    std::memset(array.get(), 0, count * sizeof(T));
+    return array;
 }
 
 // A matrix (num_columns outputs, 2 * num_pairs inputs): panels of 32 outputs, each [num_pairs][32] pairs of inputs.
