@@ -81,6 +81,8 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
             run_file.unlink(missing_ok=True)
     finally:
         stop.quiet()
+        if config.cluster.address == "local":
+            local.end_helpers()
         if cluster is not None:
             cluster.stop()
         local.stop_ray(local=config.cluster.address == "local")

@@ -82,7 +82,9 @@ class ControllerProcess:
         self._stopping = True
         actors = [life.actor for life in self._lives.values()]
         actors += [actor for actor in (self._store, self._directory) if actor is not None]
-        stops = [asyncio.ensure_future(quiet(actor.stop.remote())) for actor in actors]
+        # A worker that still starts has nothing to put in order, and would answer only once it is up.
+        starting = [life.actor for life in self._lives.values() if life.join is None]
+        stops = [asyncio.ensure_future(quiet(actor.stop.remote())) for actor in actors if actor not in starting]
         if stops:
             await asyncio.wait(stops, timeout=STOP_DEADLINE_S)
         for actor in actors:

@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._private import ray_constants
+from ray._private import worker as ray_worker
 
 from cluster.actors.controller import ACTOR_OPTIONS, CONTROLLER_NAME, NAMESPACE, ControllerActor
 from cluster.actors.ingress import APPLICATION_NAME, IngressDeployment
@@ -23,6 +25,11 @@ logger = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 80 << 20
 """Small on purpose: no KV and no tokens go through Ray's object store."""
 CONTROLLER_DEADLINE_S = 30.0
+HELPERS = (
+    ray_constants.PROCESS_TYPE_LOG_MONITOR,
+    ray_constants.PROCESS_TYPE_MONITOR,
+    ray_constants.PROCESS_TYPE_DASHBOARD,
+)
 MAX_ONGOING_REQUESTS = 4096
 
 
@@ -111,6 +118,20 @@ class LocalCluster:
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("controller_stop_failed error=%s", error)
         ray.kill(self._controller)
+
+
+def end_helpers() -> None:
+    """Ends the processes of a local Ray that only watch: its log monitor, autoscaler and dashboard.
+
+    ``ray.shutdown`` ends one after another and waits up to a second for each of these, which do not heed SIGTERM:
+    together most of the time that a stop would take. None of them holds anything that a stop has to keep.
+    """
+    node = ray_worker._global_node
+    if node is None:
+        return
+    for kind in HELPERS:
+        for helper in node.all_processes.get(kind, ()):
+            helper.process.kill()
 
 
 def stop_ray(*, local: bool) -> None:

@@ -1,9 +1,10 @@
-"""Server-side tools through `kopir serve`, with the official client; a worker dies at a call. Row H5."""
+"""Server-side tools through `kopir serve`, with the official client; a worker and an ingress die at a call. Row H5."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import yaml
 
 from tests.tool_server import Plan, ToolServer
 
-from ..cluster import MODEL, Cluster
+from ..cluster import MODEL, Cluster, poll_until
 from ..conftest import RunCluster
 
 SECRET = "Bearer s3cr3t-of-the-tool"
+BACK_DEADLINE_S = 90.0
 CONFIG = {
     "max_model_len": 1024,
     "workers": {
@@ -116,3 +118,32 @@ def test_a_worker_that_dies_after_its_call_costs_no_second_action(cluster: Clust
     first, second = (part["attempts"][-1]["decode"]["incarnation"] for part in (record, *record["rounds"]))
     assert first != second, "the worker of the first round is dead"
     cluster.wait_ready()
+
+
+def test_an_ingress_that_dies_at_its_call_costs_no_second_action(cluster: Cluster, server: ToolServer) -> None:
+    """It is killed with the action done and the answer on its way. Its client asks again with the same key until
+    another life answers: one action, by the tool's own log, under the key of the first request."""
+    before = len(server.actions)
+    (ingress,) = cluster.status()["ingress"]
+    server.plans["book"] = [Plan(after=lambda: os.kill(ingress["pid"], signal.SIGKILL))]
+    with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+        ask(cluster, "ingress", seed=7)
+    (key,) = actions(server, before)
+
+    def again() -> openai.types.chat.ChatCompletion | None:
+        try:
+            return ask(cluster, "ingress", seed=7)
+        except openai.ConflictError as error:
+            assert error.code == "request_in_progress", error
+        except (openai.APIConnectionError, openai.InternalServerError):
+            pass  # Until the next ingress and its workers are up.
+        time.sleep(0.2)
+        return None
+
+    answer = poll_until(again, deadline_s=BACK_DEADLINE_S, what="another life answers")
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert actions(server, before) == [key]
+    record = cluster.record("req-" + answer.id.removeprefix("chatcmpl-"))
+    (call,) = record["tool_calls"]
+    assert call["state"] == "done" and call["idempotency_key"] == key and call["recorded_by"] != record["request_id"]
+    assert cluster.metric("kopir_tool_calls_replayed_total") == 1
