@@ -126,8 +126,9 @@ def test_an_ingress_that_dies_at_its_call_costs_no_second_action(cluster: Cluste
     before = len(server.actions)
     (ingress,) = cluster.status()["ingress"]
     server.plans["book"] = [Plan(after=lambda: os.kill(ingress["pid"], signal.SIGKILL))]
-    with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+    with pytest.raises((openai.APIConnectionError, openai.InternalServerError)) as died:
         ask(cluster, "ingress", seed=7)
+    assert len(actions(server, before)) == 1, f"the tool was to be called first, but: {died.value!r}"
     (key,) = actions(server, before)
 
     def again() -> openai.types.chat.ChatCompletion | None:
