@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 from mini_cluster import MiniCluster
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cluster.config import TracingConfig
 from cluster.ingress import tracing as tracing_module
@@ -29,6 +25,7 @@ from cluster.ingress.tools.caller import ToolCaller
 from cluster.ingress.tracing import CLOSE_DEADLINE_S, TracedRequests, Tracing, check_installed, current_trace
 from cluster.tools_source import ServerTool
 from kvstore.errors import EnvironmentProblem
+from tests.collector import Collector, attributes
 
 CALLER_TRACE, CALLER_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"model": "tiny", "prompt": list(range(20, 60)), "max_tokens": 6, "temperature": 0}
@@ -47,59 +44,11 @@ TOOL = ServerTool(
 MakeCluster = Callable[..., MiniCluster]
 
 
-class Collector:
-    """Takes spans at ``url``; while ``answers`` is not set, it takes requests and says nothing."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.resources: list[dict[str, str]] = []
-        self.answers = threading.Event()
-        self.answers.set()
-        self.asked = threading.Event()
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                data = self.rfile.read(int(self.headers["content-length"]))
-                collector.asked.set()
-                if not collector.answers.wait(60):
-                    return
-                if self.headers.get("content-encoding") == "gzip":
-                    data = gzip.decompress(data)
-                collector.take(ExportTraceServiceRequest.FromString(data))
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}/v1/traces"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-
-    def take(self, request: ExportTraceServiceRequest) -> None:
-        for resource in request.resource_spans:
-            self.resources.append({pair.key: pair.value.string_value for pair in resource.resource.attributes})
-            for scope in resource.scope_spans:
-                self.spans += scope.spans
-
-    def close(self) -> None:
-        self.answers.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     collector = Collector()
     yield collector
     collector.close()
-
-
-def attributes(span: Any) -> dict[str, Any]:
-    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in span.attributes}
 
 
 @asynccontextmanager

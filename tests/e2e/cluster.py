@@ -151,8 +151,8 @@ class Cluster:
         self.url = f"{'http' if self.certificate is None else 'https'}://127.0.0.1:{self.port}"
         self._abandoned_before = abandoned_files()
         path = place.write_config({**config, "server": {**server, "port": self.port}})
-        verify: Any = True if self.certificate is None else ssl.create_default_context(cafile=self.certificate)
-        self.http = httpx.Client(base_url=self.url, timeout=60, verify=verify)
+        self.verify: Any = True if self.certificate is None else ssl.create_default_context(cafile=self.certificate)
+        self.http = httpx.Client(base_url=self.url, timeout=60, verify=self.verify)
         self.large_body_bytes = 0
         """Request bodies beyond Ray's limit for inline messages: Serve's proxy hands them over by the object store."""
         started_s = time.monotonic()
@@ -180,7 +180,8 @@ class Cluster:
 
     def client(self) -> openai.OpenAI:
         """Returns the official client; it repeats nothing by itself."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60)
+        http = None if self.certificate is None else openai.DefaultHttpxClient(verify=self.verify)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=60, http_client=http)
 
     def status(self) -> Status:
         """Returns what ``kopir status --json`` shows."""
