@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 from msgspec import Struct
 
 from cluster.ingress.api.errors import InvalidRequest
+from cluster.ingress.api.number_bounds import unkept_bound
 from cluster.ingress.api.tool_format import ToolFormat
 from kvstore.core.messages import MAX_GRAMMAR_CHARS
 
@@ -45,8 +46,11 @@ def any_json_object() -> str:
     return json_schema({"type": "object"})
 
 
-def json_schema(schema: dict[str, Any]) -> str:
-    """Returns the grammar of JSON that fits a schema."""
+def json_schema(schema: dict[str, Any], *, param: str = "response_format.json_schema.schema") -> str:
+    """Returns the grammar of JSON that fits a schema. Raises: InvalidRequest naming ``param``."""
+    keyword = unkept_bound(schema)
+    if keyword is not None:
+        raise InvalidRequest(f"{param}: the schema cannot be used: {_unkept(keyword)}.", param=param)
     return LLMatcher.grammar_from_json_schema(schema, overrides=_SPACING)  # type: ignore[arg-type]
 
 
@@ -107,4 +111,11 @@ def find_unusable(functions: Sequence[Function]) -> tuple[int, str] | None:
     for index, function in enumerate(functions):
         if function.parameters is not None and function.parameters.get("type", "object") != "object":
             return index, "the parameters of a function are an object"
+        keyword = unkept_bound(function.parameters)
+        if keyword is not None:
+            return index, _unkept(keyword)
     return None
+
+
+def _unkept(keyword: str) -> str:
+    return f"{keyword} of a whole number is not supported with another bound less than one from it"

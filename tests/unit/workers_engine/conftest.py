@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,6 +20,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from workers.guide import GuideFactory
 
 MakeCheckpoint = Callable[..., tuple[Path, PreTrainedModel]]
 
@@ -66,3 +69,27 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
         return folder, model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """350 tokens: every byte, and pieces of JSON."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=350,
+        special_tokens=["<a>", "<b>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(['{"city": "Bonn"}', "<tool_call> name arguments"] * 5, trainer)
+    return made
+
+
+@pytest.fixture(scope="session")
+def factory(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> GuideFactory:
+    """Guides over that tokenizer, for a model whose vocabulary is padded to 400."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return GuideFactory(folder, 400)

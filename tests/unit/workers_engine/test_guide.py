@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
 from cluster.ingress.api import grammar as grammars
 from cluster.ingress.api.grammar import Function, ToolRules
@@ -26,28 +26,6 @@ SCHEMA: dict[str, Any] = {
     "required": ["city"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=350,
-        special_tokens=["<a>", "<b>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(['{"city": "Bonn"}', "<tool_call> name arguments"] * 5, trainer)
-    return made
-
-
-@pytest.fixture(scope="module")
-def factory(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> GuideFactory:
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return GuideFactory(folder, VOCAB)
 
 
 def write(factory: GuideFactory, text: str, seed: int, limit: int = 400) -> list[int] | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -20,18 +19,18 @@ from tokenizers import Tokenizer
 
 from cluster.ingress.api import grammar as grammars
 from cluster.ingress.api.errors import InvalidRequest
+from cluster.ingress.api.number_bounds import unkept_bound
 from kvstore.core.messages import Grammar
+from kvstore.errors import FatalError
 from workers.guide import GuideFactory
 
-from .test_guide import EOS, factory, tokenizer
-
-__all__ = ["factory", "tokenizer"]
+EOS = 2
 
 Schema = dict[str, Any]
 Dice = random.Random
-SCHEMAS = 5
+SCHEMAS = 20
 """Of each family."""
-ANSWERS = 3
+ANSWERS = 4
 """Of each schema."""
 TOKENS_MAX = 600
 PARAM = "response_format.json_schema.schema"
@@ -76,7 +75,9 @@ def _open_integers(dice: Dice) -> Schema:
 
 def _numbers(dice: Dice) -> Schema:
     low = dice.randint(-30, 30) / 4
-    return {"type": "number", "exclusiveMinimum": low, "maximum": low + dice.randint(1, 50) / 8}
+    kinds = dice.choice(["minimum", "exclusiveMinimum"]), dice.choice(["maximum", "exclusiveMaximum"])
+    schema = {"type": "number", kinds[0]: low, kinds[1]: low + dice.randint(1, 50) / 8}
+    return _numbers(dice) if unkept_bound(schema) else schema
 
 
 def _nested(dice: Dice, depth: int = 3) -> Schema:
@@ -104,7 +105,7 @@ ACCEPTED: dict[str, Callable[[Dice], Schema]] = {
         "type": "string",
         "pattern": dice.choice(["^[a-z]{1,4}$", "^(on|off)$", r"^\d{2}-\d{1,3}$"]),
     },
-    "formats": lambda dice: {"type": "string", "format": dice.choice(["date", "time", "uuid", "ipv4", "date-time"])},
+    "formats": lambda dice: {"type": "string", "format": dice.choice(["date", "uuid", "ipv4", "ipv6", "email"])},
     "bounded integers": _integers,
     "half-bounded integers": _open_integers,
     "bounded numbers": _numbers,
@@ -188,7 +189,13 @@ REFUSED: dict[str, tuple[str, Schema]] = {
     "references elsewhere": ("http://x/y", {"$ref": "http://x/y"}),
     "unknown formats": ("format", {"type": "string", "format": "kopir"}),
     "patterns that look ahead": ("regex", {"type": "string", "pattern": "(?=a)b"}),
+    "bounds that slip": ("exclusiveMinimum", {"type": "number", "exclusiveMinimum": 2, "maximum": 2.25}),
+    "bounds that slip below zero": ("exclusiveMaximum", {"minimum": -2.25, "exclusiveMaximum": -2}),
+    "bounds that slip apart": ("exclusiveMinimum", {"allOf": [{"exclusiveMinimum": 0}, {"exclusiveMaximum": 0.5}]}),
     "unknown types": ("nonsense", {"type": "nonsense"}),
+}
+
+IMPOSSIBLE: dict[str, tuple[str, Schema]] = {
     "bounds that nothing meets": ("minLength", {"type": "string", "minLength": 5, "maxLength": 2}),
     "names that cannot be": ("'a'", {"type": "object", "required": ["a"], "additionalProperties": False}),
 }
@@ -219,7 +226,9 @@ async def test_what_is_accepted_binds_every_answer(factory: GuideFactory, tokeni
         schema = ACCEPTED[family](dice)
         if number % 2 and "$defs" not in schema:
             schema = _object({"inner": schema})
-        validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+        validator = jsonschema.Draft202012Validator(
+            schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+        )
         text = await grammars.checked(grammars.json_schema(schema), param=PARAM)
         answers = [_answer(factory, tokenizer, text, dice) for _ in range(ANSWERS)]
         assert any(answer is not None for answer in answers), schema
@@ -239,3 +248,40 @@ async def test_what_grammars_do_not_have_is_refused_by_name(family: str, depth: 
     with pytest.raises(InvalidRequest) as refused:
         await grammars.checked(grammars.json_schema(schema), param=PARAM)
     assert refused.value.param == PARAM and keyword in str(refused.value), str(refused.value)
+
+
+@pytest.mark.parametrize("family", IMPOSSIBLE)
+async def test_what_nothing_can_meet_is_refused_by_name(family: str) -> None:
+    """A schema without any valid answer: said at once, and not found out after the last token."""
+    keyword, schema = IMPOSSIBLE[family]
+    with pytest.raises(InvalidRequest) as refused:
+        await grammars.checked(grammars.json_schema(schema), param=PARAM)
+    assert refused.value.param == PARAM and keyword in str(refused.value), str(refused.value)
+
+
+@pytest.mark.parametrize("low", ["minimum", "exclusiveMinimum"])
+@pytest.mark.parametrize("high", ["maximum", "exclusiveMaximum"])
+def test_every_bound_that_slips_is_known(factory: GuideFactory, tokenizer: Tokenizer, low: str, high: str) -> None:
+    """Around each pair of bounds: a grammar lets a number through that does not fit only where it is refused."""
+    points = [-2.25, -2, -1, -0.5, 0, 0.5, 1, 2, 2.25, 3]
+    texts = [
+        f"{whole}{part}" for whole in ("-3", "-2", "-1", "-0", *range(4)) for part in ("", ".0", ".25", ".5", ".75")
+    ]
+    for start in points:
+        for end in (point for point in points if point > start):
+            schema = {"type": "number", low: start, high: end}
+            if unkept_bound(schema):
+                continue
+            validator = jsonschema.Draft202012Validator(schema)
+            grammar = Grammar(text=grammars.json_schema(schema), eos_token_id=EOS)
+            for text in texts:
+                ids = tokenizer.encode(text, add_special_tokens=False).ids
+                assert not _takes(factory, grammar, ids) or validator.is_valid(json.loads(text)), (schema, text)
+
+
+def _takes(factory: GuideFactory, grammar: Grammar, token_ids: list[int]) -> bool:
+    try:
+        guide = factory.guide(grammar, token_ids)
+    except FatalError:
+        return False
+    return bool(guide.allowed()[EOS])
