@@ -375,6 +375,43 @@ async def test_f52_cached_tokens_stay_below_the_prompt_in_a_small_pool(make_clus
     await cluster.at_rest()
 
 
+def make_talk(*parts: tuple[int, int]) -> GenerationSpec:
+    """A prompt of pieces (number, tokens), each of which is the same wherever its number stands."""
+    prompt = tuple(
+        (number * 7919 + index * 31 + number * index) % 140 + 5 for number, num in parts for index in range(num)
+    )
+    return GenerationSpec(prompt_token_ids=prompt, max_tokens=2, sampling=make_spec().sampling)
+
+
+@pytest.mark.parametrize("eviction", ["kopir", "lru"])
+async def test_f68_a_main_agent_and_its_sub_agent_keep_their_shared_ancestor(
+    make_cluster: MakeCluster, eviction: str
+) -> None:
+    """A quarter of the case's size, nothing in the store. With room for both: from the second visit on nearly all of
+    each prompt is found. With room for the main agent alone: each finds the common part whenever it comes."""
+    shared, main, sub = (30, 64), (31, 304), (32, 48)
+    roomy = make_cluster()
+    roomy.host_blocks = 1
+    await roomy.start("combined", pool_blocks=44, eviction=eviction)
+    for visit in range(10):
+        for number, own in enumerate((main, sub)):
+            spec = make_talk(shared, own, (100 + 2 * visit + number, 8))
+            generation = await roomy.submit(spec, f"req-{visit}-{number}")
+            assert (await collect(generation))[0] == roomy.golden(spec)
+            found = by_tier(generation).get("device", 0)
+            assert visit == 0 or found >= 0.9 * len(spec.prompt_token_ids), (visit, number, found)
+            await roomy.at_rest()
+    tight = make_cluster()
+    tight.host_blocks = 1
+    await tight.start("combined", pool_blocks=25, eviction=eviction)
+    for number, own in enumerate((sub, main, sub, main)):
+        generation = await tight.submit(make_talk(shared, own, (200 + number, 4)), f"req-{number}")
+        await collect(generation)
+        found = by_tier(generation).get("device", 0)
+        assert number == 0 or found >= 60, (number, found)
+        await tight.at_rest()
+
+
 async def test_f14_hits_on_the_device_pin_nothing_in_the_store(make_cluster: MakeCluster) -> None:
     """Prompts sent twice, the second time found on the device; then send, flush, resend: the store hits every time."""
     cluster = make_cluster()
