@@ -81,7 +81,10 @@ class NativeDecoder:
         self.max_positions = max_positions
         self._library = library
         self._calls = library.calls
-        self._embedding = _bf16(checkpoint.get("model.embed_tokens.weight", (config.vocab_size, config.hidden_size)))
+        # A copy: a file that changes later must not change the model.
+        embedding = checkpoint.get("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self._embedding = torch.empty_like(embedding, dtype=torch.bfloat16).copy_(embedding)
+        del embedding
         rope = RopeTable(config.rope, head_size=config.head_size, num_positions=max_positions)
         # The native code reads these as long as it lives.
         self._kept = (self._embedding, rope.cos.contiguous(), rope.sin.contiguous())
@@ -156,6 +159,7 @@ class NativeDecoder:
         config = self.config
         for layer in range(config.num_layers):
             self._load_layer(checkpoint, layer)
+            checkpoint.release()
         self._norm(HEAD, 0, checkpoint.get("model.norm.weight", (config.hidden_size,)))
         shape = (config.vocab_size, config.hidden_size)
         tied = config.tie_word_embeddings

@@ -26,6 +26,15 @@ class Checkpoint:
         self._file_of: dict[str, object] = {}
 
     def __enter__(self) -> Checkpoint:
+        self._open()
+        return self
+
+    def release(self) -> None:
+        """Gives back the pages touched so far, once no tensor of the files is in use: they count as this process's."""
+        self._stack.close()
+        self._open()
+
+    def _open(self) -> None:
         for path in weight_files(self._folder):
             try:
                 handle = self._stack.enter_context(safe_open(path, framework="pt"))
@@ -33,7 +42,6 @@ class Checkpoint:
                 self._stack.close()
                 raise BadInput("model", str(path), "is not a readable safetensors file") from error
             self._file_of.update(dict.fromkeys(handle.keys(), handle))
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

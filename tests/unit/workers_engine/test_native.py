@@ -171,3 +171,15 @@ def test_without_a_compiler_torch_computes(make_checkpoint, tmp_path: Path, monk
     assert isinstance(load_decoder(folder, dtype="bfloat16"), Decoder)
     with pytest.raises(EnvironmentProblem, match="cannot compile"):
         load_decoder(folder, dtype="bfloat16", native=True)
+
+
+def test_a_loaded_model_needs_its_files_no_more(make_checkpoint) -> None:
+    """What is computed stays the same when the weight file is overwritten in place after the load."""
+    folder, _ = make_checkpoint("llama", tie_word_embeddings=True)
+    engine = make_engine(load_decoder(folder, dtype="bfloat16", native=True))
+    chunk = SeqChunk(make_tokens(4, 20), 0, [0, 1, 2])
+    expected = engine.forward([chunk])
+    path = folder / "model.safetensors"
+    with path.open("r+b") as file:
+        file.write(b"\xff" * path.stat().st_size)
+    assert torch.equal(engine.forward([chunk]), expected)
