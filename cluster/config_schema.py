@@ -66,7 +66,10 @@ class ServerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Text | None, doc("PEM file of the certificate chain; with `tls_key_file` the endpoint speaks HTTPS only.")
     ] = None
     tls_key_file: Annotated[Text | None, doc("PEM file of the certificate's private key.")] = None
-    drain_s: Annotated[Seconds, doc("Seconds that running requests get to finish when the server stops.")] = 20.0
+    drain_s: Annotated[
+        Seconds,
+        doc("Seconds that running requests get to finish when the server stops. Not in force yet: a stop ends them."),
+    ] = 20.0
 
 
 class IngressConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
