@@ -50,7 +50,7 @@ bench: model ## measure block transfer and serving on this machine
 bench-peers: setup ## environments of the peers that `kopir bench transfer --peers` measures (about 1 GB)
 	@$(BIN)/python -m bench.peers.environments
 
-soak: model ## long repetitions of random pools, 312 cases of the exactness matrix, transport faults, a lossy relay, 500 random kills, the pair over a tiny store and a full disk; CI runs a slice
+soak: model ## long repetitions of random pools, 312 cases of the exactness matrix, transport faults, a lossy relay, 500 random kills, half an hour at the limit, the pair over a tiny store and a full disk; CI runs a slice
 	KOPIR_SOAK_POOLS=20000 $(BIN)/python -m pytest tests/unit/kernels_checker $(PYTEST_ARGS)
 	KOPIR_SOAK_EXACTNESS=312 $(BIN)/python -m pytest tests/component/test_exactness_matrix.py $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/transport/test_ucx_soak.py --repeats 200 --log-faults bench/results/transport-soak.json $(PYTEST_ARGS)
@@ -59,6 +59,8 @@ soak: model ## long repetitions of random pools, 312 cases of the exactness matr
 	$(BIN)/python -m pytest tests/e2e/pair --store tiny $(PYTEST_ARGS)
 	$(BIN)/python -m pytest tests/e2e/pair --store full-disk $(PYTEST_ARGS)
 	KOPIR_SOAK_TOOL_KILLS=1 $(BIN)/python -m pytest tests/unit/ledger/test_tool_kills.py $(PYTEST_ARGS)
+	KOPIR_SOAK_READERS=500 $(BIN)/python -m pytest tests/e2e/overload/test_slow_readers.py --timeout 600 $(PYTEST_ARGS)
+	KOPIR_SOAK_LIMIT_S=1800 $(BIN)/python -m pytest -s tests/e2e/overload/test_soak.py --timeout 3600 $(PYTEST_ARGS)
 	KOPIR_SOAK_KILLS_PACED=450 KOPIR_SOAK_KILLS_REAL=50 $(BIN)/python -m pytest -s tests/kills $(PYTEST_ARGS)
 
 gpu-check: setup ## check and time the CUDA and Triton paths on this machine's GPU (says so where there is none)

@@ -32,9 +32,12 @@ BACKLOG_TOKENS = 256
 MAX_TOKENS = 3_800
 CONNECT_DEADLINE_S = 30.0
 READ_BYTES = 1 << 16
-SLOW_BUFFER_BYTES = 1 << 14
-SLOW_LOGPROBS = 20
-"""Makes events large: buffers of the system on the way would hold thousands of small ones."""
+SLOW_BUFFER_BYTES = 1 << 13
+SLOW_SEGMENT_BYTES = 536
+"""The system measures the buffer of a sender by its segments, which are large on loopback."""
+SLOW_NAME = "m" * 4000
+"""Of the model, in every event: buffers on the way would hold thousands of small ones."""
+SLOW_SETTINGS = (f"served_model_name={SLOW_NAME}", "limits.client_stall_ms=600000")
 EVENT = b'data: {"id"'
 END_BYTES = 400
 TICK_HZ = os.sysconf("SC_CLK_TCK")
@@ -64,6 +67,9 @@ def run_relay(*, quick: bool, json_path: Path | None, check: bool, seed: int, se
         report.rows.append(bench.ttft(50 if quick else 300))
         for num_streams in (1, 16) if quick else (1, 16, 64):
             report.rows.append(asyncio.run(bench.throughput(num_streams, seconds=3.0 if quick else 10.0)))
+    with kopir_cluster([*SETTINGS, *SLOW_SETTINGS, *settings]) as cluster:
+        bench = _Bench(cluster)
+        bench.ttft(20)
         num_slow = 100 if quick else SLOW_READERS
         report.rows.append(asyncio.run(bench.slow_readers(num_slow, seconds=6.0 if quick else 30.0)))
     _show(report)
@@ -156,11 +162,9 @@ class _Bench:
             "rss_mib_by_process": {name: value / MIB for name, value in settled[-1].items()},
         }
 
-    def _body(self, number: int, *, max_tokens: int, slow: bool = False) -> bytes:
+    def _body(self, number: int, *, max_tokens: int) -> bytes:
         prompt = [100 + number % 40_000] * 16
         fields: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-        if slow:
-            fields["logprobs"] = SLOW_LOGPROBS
         return json.dumps({"model": self._model, "temperature": 0, **fields}).encode()
 
     async def _open(self, number: int, *, slow: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -168,11 +172,12 @@ class _Bench:
         connection.setblocking(False)
         if slow:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER_BYTES)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SLOW_SEGMENT_BYTES)
         loop = asyncio.get_running_loop()
         await asyncio.wait_for(loop.sock_connect(connection, (self._url.host, self._url.port)), CONNECT_DEADLINE_S)
         limit = SLOW_BUFFER_BYTES if slow else READ_BYTES
         reader, writer = await asyncio.open_connection(sock=connection, limit=limit)
-        body = self._body(number, max_tokens=MAX_TOKENS, slow=slow)
+        body = self._body(number, max_tokens=MAX_TOKENS)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._url.host}\r\nContent-Type: application/json\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
         return reader, writer
