@@ -3,8 +3,9 @@
 Every case kills or stops one worker process, or cuts its host off, at a known moment of one request. Two pairs of
 workers, so that there is somewhere to go; the spans come from the request's own journal. With the paced engine (the
 default) the time of prefill and steps is set, so that what is measured is the fail-over and not the cores of this
-machine. For the cuts each pair has a host of its own: network namespaces, blocks over TCP. The last case kills half of
-the workers under load and compares what the other half completes with what it completes alone.
+machine. For the cuts each pair has a host of its own: network namespaces, blocks over TCP. Then half of the workers are
+killed under load, and what the other half completes is compared with what it completes alone. The last row says how
+late leases are renewed by a pair that is full (``bench/renewals.py``).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from bench.half_killed import measure_half_killed
 from bench.hosts import Hosts, hosts
 from bench.kills import Seen, check, publishing_spans, read
 from bench.process_cluster import ProcessCluster
+from bench.renewals import COLUMNS as RENEWAL_COLUMNS
+from bench.renewals import measure_renewals
 from bench.report import Report, Row, Target, finish, make_target, make_unmeasured
 from cluster.config import load
 from cluster.core.attempts import Phase
@@ -85,6 +88,8 @@ def run_failover(
     report = Report.start("failover", seed=seed)
     asyncio.run(_measure(report, quick=quick, settings=settings))
     report.show("Fail-over, milliseconds after the fault (worst of the repetitions)", COLUMNS, worst(report.rows))
+    renewals = [row for row in report.rows if row["case"] == "renewal"]
+    report.show("Renewal of leases under full load", RENEWAL_COLUMNS, renewals)
     if plot_path is not None:
         from bench.failover_plot import draw
 
@@ -117,6 +122,9 @@ async def _measure(report: Report, *, quick: bool, settings: Sequence[str]) -> N
     half = await measure_half_killed(config, model, quick=quick, seed=report.seed)
     report.rows += half.rows
     report.targets += half.targets
+    row, target = await measure_renewals(model, quick=quick, seed=report.seed)
+    report.rows.append(row)
+    report.targets.append(target)
 
 
 async def _run(

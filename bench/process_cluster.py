@@ -57,7 +57,7 @@ class WorkerLife:
     is_gone: bool = False
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of the worker. Returns None when the process died meanwhile."""
+        """Calls a method of the worker; returns its answer, an error's text, or None when the process died."""
         async with self.turn:
             try:
                 return await asyncio.to_thread(_ask, self.pipe, (method, arguments))
@@ -266,9 +266,9 @@ def _run_worker(spec: WorkerSpec, secret: bytes, pipe: Connection, place: Place 
         while True:
             method, arguments = pipe.recv()
             try:
-                getattr(worker, method)(*arguments)
+                answer = getattr(worker, method)(*arguments)
             except Exception as error:
                 pipe.send(repr(error))
             else:
-                pipe.send("")
+                pipe.send(answer)
     os._exit(0)

@@ -1,7 +1,8 @@
-"""A worker's link to one ingress: dialled by the worker, kept up, and the place where its leases live.
+"""A worker's link to one ingress: dialled by the worker, kept up, and the way to the leases of its attempts.
 
-Owns one channel at a time, the lease holder of this ingress's attempts and the frame sequence number. Messages
-from the ingress go to ``on_message``; everything runs on the worker's link loop.
+Owns one channel at a time, the lease line of this ingress's attempts and the frame sequence number. Messages
+from the ingress go to ``on_message``; everything runs on the worker's link loop, but for the renewal of leases
+(``workers/lease_line.py``).
 
 Life cycle: ``IngressLink`` -> ``run`` (dial, serve, redial with back-off) -> ``close``. A lost connection is not a
 death: attempts go on until their lease runs out, and ``publish`` refuses once it has.
@@ -15,12 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvstore.core.lease import LeaseHolder
 from kvstore.core.messages import WIRE_VERSION, Frame, LeaseGrant, StreamDelta, ToWorker
 from kvstore.errors import KopirError, NoCapacity, PeerLost, ProtocolError
 from kvstore.net.channel import Channel, connect
 from kvstore.net.handshake import PeerInfo
 from workers.engine_loop import AttemptKey
+from workers.lease_line import LeaseLine
+from workers.loop_thread import LoopThread
 from workers.spec import IngressAddress
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class IngressLink:
         secret: bytes,
         lease_ms: int,
         clock_ns: Callable[[], int],
+        lease_thread: LoopThread,
+        post: Callable[..., object],
         on_message: Callable[[IngressLink, Any], None],
         on_granted: Callable[[IngressLink], None],
         on_reconnected: Callable[[IngressLink], None],
@@ -48,13 +52,21 @@ class IngressLink:
         self.address = address
         self._me = me
         self._secret = secret
-        self._lease_s = lease_ms / 1000
-        self._clock_ns = clock_ns
         self._on_message = on_message
         self._on_granted = on_granted
+        self.leases = LeaseLine(
+            address,
+            me=me,
+            secret=secret,
+            lease_ms=lease_ms,
+            clock_ns=clock_ns,
+            thread=lease_thread,
+            post=post,
+            ask_over_link=self.send,
+            on_granted=lambda: on_granted(self),
+            on_expired=lambda keys: on_lease_expired(self, keys),
+        )
         self._on_reconnected = on_reconnected
-        self._on_lease_expired = on_lease_expired
-        self._leases = LeaseHolder(lease_ms)
         self._attempts: Counter[AttemptKey] = Counter()
         self._channel: Channel | None = None
         self._frame_seq = 0
@@ -69,15 +81,14 @@ class IngressLink:
         Both sides of a combined worker hold the same attempt: it is held until each has ended it.
         """
         self._attempts[key] += 1
-        self._leases.begin(*key, now_ns=self._clock_ns())
-        self._ask()
+        self.leases.begin(key)
 
     def end(self, key: AttemptKey) -> None:
         """One side lets an attempt go."""
         self._attempts[key] -= 1
         if self._attempts[key] <= 0:
             del self._attempts[key]
-            self._leases.end(*key)
+            self.leases.end(key)
 
     @property
     def num_leases(self) -> int:
@@ -86,26 +97,11 @@ class IngressLink:
 
     def may_publish(self, key: AttemptKey) -> bool:
         """True while this attempt's lease is valid."""
-        return self._leases.may_publish(*key, now_ns=self._clock_ns())
+        return self.leases.may_publish(key)
 
     def was_granted(self, key: AttemptKey) -> bool:
         """True if this attempt ever had a lease."""
-        return self._leases.was_granted(*key)
-
-    def _ask(self) -> None:
-        if not self._attempts:
-            return
-        now_ns = self._clock_ns()
-        self.send(self._leases.ask(now_ns))
-
-    async def _keep_leases(self) -> None:
-        """Asks every third of a lease, and reports attempts whose lease has run out."""
-        while True:
-            await asyncio.sleep(self._lease_s / 3)
-            self._ask()
-            expired = self._leases.expired(self._clock_ns())
-            if expired:
-                self._on_lease_expired(self, list(expired))
+        return self.leases.was_granted(key)
 
     # --- sending ------------------------------------------------------------------------------------------
 
@@ -138,7 +134,7 @@ class IngressLink:
 
     async def run(self) -> None:
         """Dials until cancelled; each connection is served until it ends."""
-        keeper = asyncio.create_task(self._keep_leases())
+        self.leases.start()
         delay_s = REDIAL_DELAY_S_MIN
         try:
             while True:
@@ -155,7 +151,7 @@ class IngressLink:
                 await asyncio.sleep(delay_s)
                 delay_s = min(delay_s * 2, REDIAL_DELAY_S_MAX)
         finally:
-            keeper.cancel()
+            self.leases.close()
 
     async def _serve(self, channel: Channel) -> None:
         if channel.peer.incarnation != self.address.incarnation:
@@ -164,17 +160,18 @@ class IngressLink:
         if self._num_connections > 1:
             self._on_reconnected(self)
         self.connected.set()
-        self._ask()
+        self.leases.link_up()
         while True:
             message = await channel.recv()
             if isinstance(message, LeaseGrant):
-                self._leases.on_grant(message)
+                self.leases.on_grant(message)
                 self._on_granted(self)
             else:
                 self._on_message(self, message)
 
     def _drop_channel(self) -> None:
         self.connected.clear()
+        self.leases.link_down()
         if self._channel is not None:
             self._channel.abort()
             self._channel = None

@@ -79,6 +79,7 @@ class Worker:
         self._secret = secret
         self._on_fatal = on_fatal
         self._links = LoopThread("kopir-links")
+        self._leases = LoopThread("kopir-leases")
         self._ingresses: dict[str, tuple[IngressLink, asyncio.Task[None]]] = {}
         self._stopped = threading.Event()
         self._closing = False
@@ -164,6 +165,10 @@ class Worker:
         """Returns what this worker does now, answered by its engine thread."""
         return self._links.run(self._status(0), deadline_s=PROBE_DEADLINE_S)
 
+    def lease_lateness_ns(self) -> list[int]:
+        """Returns how long after its due moment each of the last renewals was granted."""
+        return [late_ns for link, _ in tuple(self._ingresses.values()) for late_ns in link.leases.lateness_ns()]
+
     def wait_until_stopped(self) -> str:
         """Blocks until ``close``."""
         self._stopped.wait()
@@ -178,6 +183,7 @@ class Worker:
         self._engine.close()
         self._transport.close()
         self._links.close()
+        self._leases.close()
         self._stopped.set()
 
     # --- on the link loop -----------------------------------------------------------------------------------
@@ -246,6 +252,8 @@ class Worker:
             secret=self._secret,
             lease_ms=self._spec.lease_ms,
             clock_ns=boottime_ns,
+            lease_thread=self._leases,
+            post=self._links.call,
             on_message=self._on_ingress_message,
             on_granted=self._on_granted,
             on_reconnected=self._on_reconnected,

@@ -314,9 +314,15 @@ class RelayBackend(LinkOrders, Backend):
 
     async def _watch_leases(self) -> None:
         """Ends what no broken link tells of: the sides whose holder has not asked for a whole lease."""
+        lease_ns = self._config.attempts.lease_ms * 1_000_000
+        looked_ns = self._clock_ns()
         while True:
-            await asyncio.sleep(self._config.attempts.lease_ms / 1000 / LAPSE_LOOKS_PER_LEASE)
+            await asyncio.sleep(lease_ns / 1e9 / LAPSE_LOOKS_PER_LEASE)
             self._placement.sweep()
+            late_ns, looked_ns = self._clock_ns() - looked_ns, self._clock_ns()
+            if late_ns > lease_ns // 2:
+                # This process stood still, and asks that came meanwhile may not have been read: judge at the next look.
+                continue
             lapsed = self._relay.lapse()
             for incarnation in {life for life, _ in lapsed}:
                 # Once, however many attempts it had: it is one silence.

@@ -1,7 +1,8 @@
 """The ingress side of the token relay: workers dial in here, one authenticated link per worker life.
 
-Owns the listening socket, the live links and the lease granter of each. Lease asks are answered here at once;
-every other message goes to the sink with the link it came from. Decides nothing about requests.
+Owns the listening socket, the live links and the lease granter of each. A worker's second connection, the one for its
+leases, goes to the lease desk and its thread. Asks that come over a link all the same (the second connection is not up
+yet) are answered here; every other message goes to the sink with the link it came from. Decides nothing about requests.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from cluster.ingress.lease_desk import LeaseDesk, SharedGranter
 from kvstore.core.lease import Key, LeaseGranter
 from kvstore.core.messages import LeaseAsk, ToIngress
 from kvstore.errors import KopirError, NoCapacity, PeerLost
 from kvstore.net.channel import Channel, ChannelServer, serve
-from kvstore.net.handshake import PeerInfo
+from kvstore.net.handshake import LEASE_ROLE, PeerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ class RelaySink(Protocol):
 class WorkerLink:
     """One worker life, while it is connected."""
 
-    def __init__(self, channel: Channel, leases: LeaseGranter) -> None:
+    def __init__(self, channel: Channel, leases: SharedGranter) -> None:
         self._channel = channel
         self.leases = leases
 
@@ -93,24 +95,26 @@ class RelayServer:
         self._clock_ns = clock_ns
         self._sink = sink
         self._server: ChannelServer | None = None
-        self._granters: dict[str, LeaseGranter] = {}
+        self._granters: dict[str, SharedGranter] = {}
+        self._desk = LeaseDesk(self._granters.get, clock_ns=clock_ns)
         self.links: dict[str, WorkerLink] = {}
 
     async def start(self, host: str) -> tuple[str, int]:
         """Listens on a port of the system's choice; returns (host, port)."""
+        self._desk.start()
         self._server = await serve(
             host, 0, secret=self._secret, me=self._me, decode=ToIngress, on_channel=self._on_channel
         )
         return self._server.host, self._server.port
 
-    def granter(self, incarnation: str) -> LeaseGranter:
+    def granter(self, incarnation: str) -> SharedGranter:
         """Returns the granter of one worker life; it outlives a lost connection. Made where there is none."""
         granter = self._granters.get(incarnation)
         if granter is None:
-            granter = self._granters[incarnation] = LeaseGranter(self._lease_ms)
+            granter = self._granters[incarnation] = SharedGranter(LeaseGranter(self._lease_ms))
         return granter
 
-    def known_granter(self, incarnation: str) -> LeaseGranter | None:
+    def known_granter(self, incarnation: str) -> SharedGranter | None:
         """Returns the granter of one worker life; None for a life that was never heard of or is proved over."""
         return self._granters.get(incarnation)
 
@@ -134,9 +138,13 @@ class RelayServer:
     async def close(self) -> None:
         if self._server is not None:
             await self._server.close()
+        self._desk.close()
 
     async def _on_channel(self, channel: Channel) -> None:
         incarnation = channel.peer.incarnation
+        if channel.peer.role == LEASE_ROLE:
+            self._desk.take(channel)
+            return
         link = WorkerLink(channel, self.granter(incarnation))
         old = self.links.get(incarnation)
         if old is not None:
@@ -147,7 +155,7 @@ class RelayServer:
             while True:
                 message = await link.recv()
                 if isinstance(message, LeaseAsk):
-                    link.send(link.leases.on_ask(message, self._clock_ns()))
+                    link.send(link.leases.on_ask(message, self._clock_ns))
                 else:
                     self._sink.on_message(link, message)
         except KopirError as error:

@@ -18,8 +18,8 @@ class KeepsLeases(SimBackend):
     """Closes the books of a request and leaves its leases to be renewed."""
 
     def closed(self, generation: RunningRequest, order: ev.Close) -> None:
-        kept = {life: dict(granter._attempts) for life, granter in self._relay._granters.items()}
+        kept = {life: dict(granter.core._attempts) for life, granter in self._relay._granters.items()}
         super().closed(generation, order)
         for life, attempts in kept.items():
             if life in self._relay._granters:
-                self._relay._granters[life]._attempts.update(attempts)
+                self._relay._granters[life].core._attempts.update(attempts)

@@ -162,6 +162,10 @@ class LeaseGrant(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """(attempt_id, epoch) pairs."""
 
 
+class LeaseReady(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
+    """The ingress's lease thread has taken the connection over: asks may be sent on it from now on."""
+
+
 class Credit(Struct, frozen=True, kw_only=True, tag_field="t", tag=True):
     """The worker may publish token indexes below ``max_index`` for this stream."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -83,6 +84,10 @@ class Channel:
     def is_closing(self) -> bool:
         """True once either side has begun to close."""
         return self._writer.transport.is_closing()
+
+    def fileno(self) -> int:
+        """Returns the file descriptor of the connection, which stays this channel's: duplicate it to keep it."""
+        return int(self._writer.get_extra_info("socket").fileno())
 
     def abort(self) -> None:
         """Closes at once; unsent bytes are lost."""
@@ -197,6 +202,16 @@ async def connect(
         raise DeadlineExceeded(f"no channel to {host}:{port} within {deadline_s} s") from error
     except OSError as error:
         raise PeerLost(f"no channel to {host}:{port}: {error}") from error
+    return Channel(reader, writer, peer=peer, decode=decode)
+
+
+async def adopt(connection: socket.socket, *, peer: PeerInfo, decode: Any) -> Channel:
+    """Makes a channel of this loop from a connection whose handshake is over. Raises: PeerLost."""
+    try:
+        reader, writer = await asyncio.open_connection(sock=connection)
+    except OSError as error:
+        connection.close()
+        raise PeerLost(f"channel to {peer.peer_id}: {error}") from error
     return Channel(reader, writer, peer=peer, decode=decode)
 
 

@@ -25,6 +25,8 @@ from kvstore.errors import AuthenticationError, ProtocolError
 NONCE_BYTES = 32
 MAX_HANDSHAKE_BYTES = 4096
 SECRET_BYTES_MIN = 16
+LEASE_ROLE = "lease"
+"""Role of a worker's second connection to an ingress: lease asks and grants, nothing else."""
 
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 _Mac = Annotated[bytes, Meta(min_length=32, max_length=32)]

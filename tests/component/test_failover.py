@@ -32,7 +32,9 @@ HOUR_NS = 3600 * 10**9
 def stopped(cluster: MiniCluster, name: str) -> Iterator[None]:
     """While entered, a worker hears and says nothing, with every connection open: as after SIGSTOP."""
     go_on = threading.Event()
-    cluster.worker(name)._links.call(go_on.wait, SETTLE_S)
+    worker = cluster.worker(name)
+    for thread in (worker._links, worker._leases):
+        thread.call(go_on.wait, SETTLE_S)
     try:
         yield
     finally:
@@ -76,6 +78,52 @@ async def test_a_stopped_decode_interrupts_when_its_lease_is_over(make_cluster: 
     record = await cluster.backend.request_record("req-1", tenant="t")
     assert record is not None and len(record["attempts"]) == 1
     assert record["interruption"]["delivered_output_tokens"] == record["delivered_output_tokens"] == len(tokens)
+
+
+async def test_a_link_loop_that_stands_still_loses_no_lease(make_cluster: MakeCluster) -> None:
+    """Stopped for longer than its lease, with the renewal going on beside it: the stream is whole."""
+    cluster = make_cluster(**{"attempts.lease_ms": 600, BACKLOG: 4})
+    await cluster.start("prefill", "decode", lease_ms=600)
+    spec = make_spec(40, 60)
+    generation = await cluster.submit(spec)
+    tokens = await first_delta(generation)
+    go_on = threading.Event()
+    cluster.worker("decode-0")._links.call(go_on.wait, SETTLE_S)
+    await asyncio.to_thread(threading.Event().wait, 2.0)
+    go_on.set()
+    assert await read_on(generation, tokens) == Ended("length")
+    assert tokens == cluster.golden(spec)
+    await cluster.at_rest()
+
+
+async def test_an_ingress_loop_that_stands_still_costs_no_lease(make_cluster: MakeCluster) -> None:
+    """The loop of the ingress does nothing for three leases: grants go out beside it, and nobody is judged for it."""
+    cluster = make_cluster(**{"attempts.lease_ms": 600, BACKLOG: 4})
+    await cluster.start("prefill", "decode", lease_ms=600)
+    spec = make_spec(40, 60)
+    generation = await cluster.submit(spec)
+    tokens = await first_delta(generation)
+    threading.Event().wait(2.0)
+    assert await read_on(generation, tokens) == Ended("length")
+    assert tokens == cluster.golden(spec)
+    await cluster.at_rest()
+
+
+async def test_a_lease_thread_that_stands_still_stops_the_stream(make_cluster: MakeCluster) -> None:
+    """What the thread does not renew runs out, however well the link and the engine are: the holder itself stops."""
+    cluster = make_cluster(**{"attempts.lease_ms": 600, BACKLOG: 4})
+    await cluster.start("prefill", "decode", lease_ms=600)
+    generation = await cluster.submit(make_spec(40, 400))
+    tokens = await first_delta(generation)
+    worker = cluster.worker("decode-0")
+    go_on = threading.Event()
+    worker._leases.call(go_on.wait, SETTLE_S)
+    try:
+        end = await asyncio.wait_for(read_on(generation, tokens), SETTLE_S)
+        assert isinstance(end, Interrupted) and end.reason == "lease_expired"
+    finally:
+        go_on.set()
+    await cluster.at_rest()
 
 
 async def test_a_worker_that_is_slow_is_not_dead(make_cluster: MakeCluster) -> None:
