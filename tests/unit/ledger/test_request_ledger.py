@@ -20,12 +20,12 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 def make_ledger(ledger_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], RequestLedger]]:
-    """Returns ``make(owner)``: a started ledger with a silence of 300 ms."""
+    """Returns ``make(owner, clock_ns=...)``: a started ledger with a silence of 300 ms by that clock."""
     monkeypatch.setattr(request_ledger, "SILENCE_MS_MIN", 300)
     made: list[RequestLedger] = []
 
-    def make(owner: str) -> RequestLedger:
-        ledger = RequestLedger(ledger_url, make_owner(owner), lease_ms=50, retention_s=60, clock_ns=boottime_ns)
+    def make(owner: str, clock_ns: Callable[[], int] = boottime_ns) -> RequestLedger:
+        ledger = RequestLedger(ledger_url, make_owner(owner), lease_ms=50, retention_s=60, clock_ns=clock_ns)
         ledger.start()
         made.append(ledger)
         return ledger
@@ -42,6 +42,23 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+class SteppedClock:
+    """Goes on only when every living ledger has shown that it lives, so that no load makes one look silent."""
+
+    def __init__(self) -> None:
+        self._now_ns = boottime_ns()
+
+    def __call__(self) -> int:
+        return self._now_ns
+
+    def step(self, *living: RequestLedger) -> None:
+        """Lets pass the time after which each has to show itself, and waits until each has."""
+        owners = {ledger._me.owner for ledger in living}
+        before = {row.owner: row.beat for row in living[0].list_owners()}
+        self._now_ns += living[0]._beat_ns
+        until(lambda: all(r.beat > before[r.owner] for r in living[0].list_owners() if r.owner in owners))
+
+
 def test_another_ingress_reads_what_one_wrote(make_ledger: Callable[[str], RequestLedger]) -> None:
     """Any ingress answers about any request, of the right tenant."""
     one, other = make_ledger("life-a"), make_ledger("life-b")
@@ -51,22 +68,24 @@ def test_another_ingress_reads_what_one_wrote(make_ledger: Callable[[str], Reque
     assert one.find("req-1", tenant="x") is None
 
 
-def test_a_silent_ingress_is_buried_and_a_living_one_is_not(make_ledger: Callable[[str], RequestLedger]) -> None:
+def test_a_silent_ingress_is_buried_and_a_living_one_is_not(make_ledger: Callable[..., RequestLedger]) -> None:
     """The dead one's open request ends as gateway_lost; the watcher itself and its requests stay."""
-    watcher = make_ledger("life-b")
+    clock = SteppedClock()
+    watcher = make_ledger("life-b", clock)
     watcher.note(make_row("req-2", owner="life-b"))
-    dead = make_ledger("life-a")
+    dead = make_ledger("life-a", clock)
     dead.note(make_row("req-1", first_delta_sent=True, delivered_output_tokens=3))
     until(lambda: dead.num_written == 1)
     # As a killed process: its thread ends, nothing is taken back.
     dead._store.leave = lambda owner: None  # type: ignore[union-attr,method-assign]
     dead.close()
 
-    def found() -> bool:
-        row = watcher.find("req-1", tenant="t")
-        return row is not None and row.is_ended
-
-    until(found)
+    num_steps = 0
+    while not ((row := watcher.find("req-1", tenant="t")) and row.is_ended):
+        clock.step(watcher)
+        num_steps += 1
+        assert num_steps <= 24, "three times as long as it may be silent"
+    assert num_steps >= 8, "buried before it was silent for long enough"
     row = watcher.find("req-1", tenant="t")
     assert row is not None and row.record["interruption"]["reason"] == "gateway_lost"
     assert row.record["interruption"]["delivered_output_tokens"] == 3
