@@ -119,6 +119,11 @@ class LeaseLine:
         """The link is lost."""
         self._link_is_up = False
 
+    @property
+    def is_up(self) -> bool:
+        """True while asks have a connection of their own; before it is made they go over the link."""
+        return self._channel is not None
+
     def on_grant(self, grant: LeaseGrant) -> None:
         """Takes a grant, from either connection and on either thread."""
         now_ns = self._clock_ns()

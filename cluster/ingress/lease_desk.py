@@ -71,6 +71,8 @@ class LeaseDesk:
         self._clock_ns = clock_ns
         self._thread: LoopThread | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._connections: set[socket.socket] = set()
+        """Every open connection: the thread, or a task on it, may end before it has begun to serve one."""
 
     def start(self) -> None:
         self._thread = LoopThread("kopir-leases")
@@ -79,11 +81,16 @@ class LeaseDesk:
         """Ends the thread and every connection it has."""
         if self._thread is not None:
             self._thread.close()
+        while self._connections:
+            self._connections.pop().close()
 
     def take(self, channel: Channel) -> None:
         """Takes a connection over from the loop that accepted it; nothing may have been received on it yet."""
-        if self._thread is not None:
-            self._thread.call(self._begin, socket.socket(fileno=os.dup(channel.fileno())), channel.peer)
+        if self._thread is None or self._thread.loop.is_closed():
+            return
+        connection = socket.socket(fileno=os.dup(channel.fileno()))
+        self._connections.add(connection)
+        self._thread.call(self._begin, connection, channel.peer)
 
     # --- on the thread ------------------------------------------------------------------------------------
 
@@ -92,9 +99,11 @@ class LeaseDesk:
         if old is not None:
             old.cancel()
         task = self._tasks[peer.incarnation] = asyncio.create_task(self._serve(connection, peer))
-        task.add_done_callback(lambda done: self._ended(peer.incarnation, done))
+        task.add_done_callback(lambda done: self._ended(peer.incarnation, connection, done))
 
-    def _ended(self, incarnation: str, task: asyncio.Task[None]) -> None:
+    def _ended(self, incarnation: str, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._connections.discard(connection)
+        connection.close()
         if self._tasks.get(incarnation) is task:
             del self._tasks[incarnation]
 

@@ -62,6 +62,13 @@ async def read_on(generation: Generation, tokens: list[int]) -> Ended | Interrup
     return event
 
 
+async def leases_have_their_lines(cluster: MiniCluster) -> None:
+    """Waits until each worker renews over a connection of its own: that is what these tests are about."""
+    lines = [link.leases for name in ("prefill-0", "decode-0") for link, _ in cluster.worker(name)._ingresses.values()]
+    assert len(lines) == 2
+    await until(lambda: all(line.is_up for line in lines))
+
+
 async def test_a_stopped_decode_interrupts_when_its_lease_is_over(make_cluster: MakeCluster) -> None:
     """B4: no connection breaks, nobody is dead; the stream still ends, no earlier than the lease allows."""
     cluster = make_cluster(**{BACKLOG: 4})
@@ -84,6 +91,7 @@ async def test_a_link_loop_that_stands_still_loses_no_lease(make_cluster: MakeCl
     """Stopped for longer than its lease, with the renewal going on beside it: the stream is whole."""
     cluster = make_cluster(**{"attempts.lease_ms": 600, BACKLOG: 4})
     await cluster.start("prefill", "decode", lease_ms=600)
+    await leases_have_their_lines(cluster)
     spec = make_spec(40, 60)
     generation = await cluster.submit(spec)
     tokens = await first_delta(generation)
@@ -100,6 +108,7 @@ async def test_an_ingress_loop_that_stands_still_costs_no_lease(make_cluster: Ma
     """The loop of the ingress does nothing for three leases: grants go out beside it, and nobody is judged for it."""
     cluster = make_cluster(**{"attempts.lease_ms": 600, BACKLOG: 4})
     await cluster.start("prefill", "decode", lease_ms=600)
+    await leases_have_their_lines(cluster)
     spec = make_spec(40, 60)
     generation = await cluster.submit(spec)
     tokens = await first_delta(generation)
