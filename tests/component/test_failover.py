@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,8 +65,8 @@ async def read_on(generation: Generation, tokens: list[int]) -> Ended | Interrup
 
 async def leases_have_their_lines(cluster: MiniCluster) -> None:
     """Waits until each worker renews over a connection of its own: that is what these tests are about."""
-    lines = [link.leases for name in ("prefill-0", "decode-0") for link, _ in cluster.worker(name)._ingresses.values()]
-    assert len(lines) == 2
+    lines = [link.leases for name in cluster.workers for link, _ in cluster.worker(name)._ingresses.values()]
+    assert len(lines) == len(cluster.workers)
     await until(lambda: all(line.is_up for line in lines))
 
 
@@ -219,11 +220,17 @@ async def test_an_order_that_died_with_its_link_is_given_again(make_cluster: Mak
     """The decode side of a combined worker holds the lease of both: nothing else would ever miss the lost prefill."""
     cluster = make_cluster()
     await cluster.start("combined")
+    await leases_have_their_lines(cluster)
     link = cluster.backend._relay.links[cluster.workers["combined-0"][1].incarnation]
     send = link.send
 
     def lose(message: Any) -> bool:
         if isinstance(message, Prefill):
+            # Before its first grant an attempt may be given up at once. The lease threads need no loop for theirs.
+            deadline = time.monotonic() + SETTLE_S
+            while (link.leases.safe_after_ns(message.attempt_id, message.epoch) or 0) <= boottime_ns():
+                assert time.monotonic() < deadline, "never granted"
+                time.sleep(0.001)
             link.abort()
             return True
         return send(message)
