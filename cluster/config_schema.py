@@ -68,7 +68,10 @@ class ServerConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tls_key_file: Annotated[Text | None, doc("PEM file of the certificate's private key.")] = None
     drain_s: Annotated[
         Seconds,
-        doc("Seconds that running requests get to finish when the server stops. Not in force yet: a stop ends them."),
+        doc(
+            "Seconds that running requests get to finish on SIGTERM or `kopir down`; nothing new is taken meanwhile. "
+            "SIGINT (Ctrl-C), a second signal and `kopir down --now` end them at once."
+        ),
     ] = 20.0
 
 

@@ -33,6 +33,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Start of the process in clock ticks since boot (field 22 of ``/proc/<pid>/stat``)."""
     started_at: str
     """UTC, ISO 8601; for people."""
+    drain_s: float = 0.0
+    """How long a stop may wait for what runs."""
 
 
 def run_folder() -> Path:
@@ -54,7 +56,7 @@ def start_ticks(pid: int) -> int | None:
     return None if state in ("Z", "X") else int(rest[18])
 
 
-def write(*, url: str, ray_address: str, started_at: str, pid: int | None = None) -> Path:
+def write(*, url: str, ray_address: str, started_at: str, drain_s: float = 0.0, pid: int | None = None) -> Path:
     """Writes the run file of process ``pid`` (default: this one) and returns its path.
 
     Raises: EnvironmentProblem if the folder cannot be used or the process is not running.
@@ -63,7 +65,7 @@ def write(*, url: str, ray_address: str, started_at: str, pid: int | None = None
     ticks = start_ticks(pid)
     if ticks is None:
         raise EnvironmentProblem(f"cannot write a run file for process {pid}: it is not running")
-    info = RunInfo(url=url, ray_address=ray_address, pid=pid, start_ticks=ticks, started_at=started_at)
+    info = RunInfo(url=url, ray_address=ray_address, pid=pid, start_ticks=ticks, started_at=started_at, drain_s=drain_s)
     folder = run_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -38,10 +38,16 @@ READY_DEADLINE_S = 60.0
 READY_POLL_S = 0.05
 DOWN_DEADLINE_S = 10.0
 DOWN_POLL_S = 0.05
+DRAIN_POLL_S = 0.1
+DRAIN_MARGIN_S = 2.0
+"""So much longer than a drain may take the controller is waited for."""
 
 
-def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
+def run(config: Config, *, on_ready: Callable[[str], None], on_drain: Callable[[float], None]) -> int:
     """Serves until a signal. ``on_ready`` gets the base URL once a request would be answered.
+
+    SIGTERM lets what runs finish for ``server.drain_s``, which ``on_drain`` is told; SIGINT, and any second signal,
+    ends it at once.
 
     Returns: 0 after SIGINT or SIGTERM. Raises: BadInput, EnvironmentProblem; nothing is left running then.
     """
@@ -73,10 +79,19 @@ def run(config: Config, *, on_ready: Callable[[str], None]) -> int:
         _start(cluster, port, url, stop)
         if stop.is_set():
             return 0
-        run_file = runfile.write(url=url, ray_address=local.ray_address(), started_at=datetime.now(UTC).isoformat())
+        run_file = runfile.write(
+            url=url,
+            ray_address=local.ray_address(),
+            started_at=datetime.now(UTC).isoformat(),
+            drain_s=config.server.drain_s,
+        )
         try:
             on_ready(url)
-            return _wait(cluster, stop)
+            _wait(cluster, stop)
+            if config.server.drain_s > 0 and not stop.is_urgent:
+                on_drain(config.server.drain_s)
+                _drain(cluster, stop, config.server.drain_s, url)
+            return 0
         finally:
             run_file.unlink(missing_ok=True)
     finally:
@@ -164,10 +179,12 @@ def _with_keys(config: Config) -> Config:
     return msgspec.structs.replace(config, auth=msgspec.structs.replace(config.auth, keys_file=str(path)))
 
 
-def down(address: str | None) -> bool:
+def down(address: str | None, *, now: bool = False) -> bool:
     """Stops the running serve of this user, wherever it was started from. Returns False when nothing ran.
 
-    Raises: EnvironmentProblem when it does not end within ``DOWN_DEADLINE_S``.
+    What runs may finish within the serve's ``server.drain_s``, unless it is to end ``now``.
+
+    Raises: EnvironmentProblem when it does not end within ``DOWN_DEADLINE_S`` after that.
     """
     found = False
     for info in runfile.find_all():
@@ -175,13 +192,14 @@ def down(address: str | None) -> bool:
             continue
         found = True
         with suppress(ProcessLookupError):
-            os.kill(info.pid, signal.SIGTERM)
-        deadline = time.monotonic() + DOWN_DEADLINE_S
+            os.kill(info.pid, signal.SIGINT if now else signal.SIGTERM)
+        allowed_s = DOWN_DEADLINE_S if now else info.drain_s + DRAIN_MARGIN_S + DOWN_DEADLINE_S
+        deadline = time.monotonic() + allowed_s
         # Asked this way, a process that has ended but whose parent has not noticed yet counts as ended.
         while runfile.is_running(info):
             if time.monotonic() > deadline:
                 raise EnvironmentProblem(
-                    f"process {info.pid} did not stop within {DOWN_DEADLINE_S:.0f} s; end it with kill -9"
+                    f"process {info.pid} did not stop within {allowed_s:.0f} s; end it with kill -9"
                 )
             time.sleep(DOWN_POLL_S)
     # What a killed serve left in shared memory belongs to nobody any more.
@@ -189,10 +207,11 @@ def down(address: str | None) -> bool:
 
 
 class _StopSignal:
-    """SIGINT or SIGTERM, once; a second one during the stop is ignored, so that the stop can finish."""
+    """SIGINT or SIGTERM. SIGINT or a second one is urgent; during the stop itself they are ignored: it can finish."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._urgent = threading.Event()
 
     def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -205,10 +224,19 @@ class _StopSignal:
     def is_set(self) -> bool:
         return self._event.is_set()
 
+    @property
+    def is_urgent(self) -> bool:
+        return self._urgent.is_set()
+
     def wait(self, timeout_s: float) -> bool:
         return self._event.wait(timeout_s)
 
+    def wait_urgent(self, timeout_s: float) -> bool:
+        return self._urgent.wait(timeout_s)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT or self._event.is_set():
+            self._urgent.set()
         self._event.set()
 
 
@@ -238,7 +266,7 @@ def _start(cluster: object, port: int, url: str, stop: _StopSignal) -> None:
         stop.wait(READY_POLL_S)
 
 
-def _wait(cluster: object, stop: _StopSignal) -> int:
+def _wait(cluster: object, stop: _StopSignal) -> None:
     """Waits for a signal. Raises: FatalError when the controller dies."""
     from cluster.actors.local import LocalCluster
 
@@ -246,7 +274,35 @@ def _wait(cluster: object, stop: _StopSignal) -> int:
     while not stop.wait(1.0):
         if not cluster.is_alive():
             raise FatalError("the controller died; everything is being stopped")
-    return 0
+
+
+def _drain(cluster: object, stop: _StopSignal, drain_s: float, url: str) -> None:
+    """Waits until nothing runs, the time is over, or it is urgent. Raises: FatalError when the controller dies."""
+    from cluster.actors.local import LocalCluster
+
+    assert isinstance(cluster, LocalCluster)
+    drain = cluster.begin_drain(drain_s)
+    deadline = time.monotonic() + drain_s + DRAIN_MARGIN_S
+    while not stop.is_urgent and time.monotonic() < deadline:
+        if cluster.is_drained(drain, DRAIN_POLL_S):
+            break
+    # The ingresses are done; the proxy may still have the ends of answers that clients take slowly.
+    done_s = time.monotonic()
+    while time.monotonic() < deadline and _is_under_way(url, since_s=done_s):
+        if stop.wait_urgent(DRAIN_POLL_S):
+            return
+
+
+def _is_under_way(url: str, *, since_s: float) -> bool:
+    """True while the proxy has an answer open that began before ``since_s`` of the monotonic clock."""
+    now_s = time.monotonic()
+    try:
+        told = httpx.get(f"{url}/internal/proxy", timeout=DRAIN_POLL_S * 10, verify=not url.startswith("https")).json()
+        oldest_s = told["oldest_s"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        logger.warning("proxy_not_asked error=%s", error or type(error).__name__)
+        return False
+    return oldest_s is not None and float(oldest_s) > now_s - since_s
 
 
 __all__ = ["KopirError", "cluster_secret", "down", "run"]

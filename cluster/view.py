@@ -40,6 +40,23 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     workers: tuple[WorkerView, ...]
     gone: tuple[str, ...]
     directory: DirectoryAddress | None = None
+    stops_in_s: float | None = None
+    """The gateway stops: it takes nothing new, and what runs has so many seconds. None while it does not."""
+
+    @property
+    def is_draining(self) -> bool:
+        """True while ingresses tell what they still have: the gateway stops, or a worker is to go."""
+        return self.stops_in_s is not None or any(worker.state == "draining" for worker in self.workers)
+
+
+class DrainReport(Struct, frozen=True, kw_only=True):
+    """What an ingress still has; see ``cluster.core.drain``."""
+
+    ingress: str
+    """Its incarnation."""
+    version: int
+    num_open: int
+    busy: tuple[str, ...]
 
 
 class StoreSpec(Struct, frozen=True, kw_only=True):

@@ -20,8 +20,9 @@ from ray.exceptions import RayActorError
 
 from cluster.actors import directory, store, worker
 from cluster.actors.calls import quiet, until_dead, until_died
+from cluster.core.drain import DrainWatch
 from cluster.core.membership import Membership
-from cluster.view import ClusterPlan, ClusterView, DirectoryAddress, StoreAddress, WorkerView
+from cluster.view import ClusterPlan, ClusterView, DirectoryAddress, DrainReport, StoreAddress, WorkerView
 from kvstore.core.identity import Fingerprint, differences
 from kvstore.net.host import new_incarnation
 from workers.spec import DecodeAddress, IngressAddress, WorkerJoin, WorkerSpec
@@ -63,6 +64,8 @@ class ControllerProcess:
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._drains = DrainWatch()
+        self._stops_at_s: float | None = None
 
     # --- start and stop -----------------------------------------------------------------------------------
 
@@ -76,6 +79,27 @@ class ControllerProcess:
             await self._start_store()
         await asyncio.gather(*(self._bring_up(self._new_life(spec)) for spec in self._plan.workers))
         return self._view()
+
+    async def drain(self, drain_s: float) -> bool:
+        """Lets nobody in any more. Returns once no request is open (True) or after ``drain_s`` seconds (False)."""
+        self._stops_at_s = time.monotonic() + drain_s
+        self._membership.version += 1
+        version = self._membership.version
+        await self._notify()
+        return await self._wait_until(lambda: self._drains.is_quiet(version), drain_s)
+
+    async def drain_report(self, report: DrainReport) -> None:
+        """Takes what an ingress still has."""
+        self._drains.told(report.ingress, version=report.version, num_open=report.num_open, busy=report.busy)
+        await self._notify()
+
+    async def _wait_until(self, is_so: Callable[[], bool], deadline_s: float) -> bool:
+        """Returns True once something is so, False when it is not within the deadline. Asked at each change."""
+        async with self._changed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await self._changed.wait_for(is_so)
+        return is_so()
 
     async def stop(self) -> None:
         """Stops workers, store node and directory; bounded by ``STOP_DEADLINE_S``."""
@@ -245,6 +269,7 @@ class ControllerProcess:
     async def register_ingress(self, address: IngressAddress, actor: Any) -> ClusterView:
         """Lets every worker dial a new ingress, until ``actor``, which it runs in, is dead. Returns the membership."""
         self._ingresses[address.incarnation] = address
+        self._drains.joined(address.incarnation)
         self._spawn(self._watch_ingress(address.incarnation, actor))
         lives = [life for life in self._lives.values() if life.join is not None]
         await asyncio.gather(*(quiet(life.actor.add_ingress.remote(address)) for life in lives))
@@ -260,17 +285,14 @@ class ControllerProcess:
         if self._ingresses.pop(incarnation, None) is None:
             return
         logger.warning("ingress_lost incarnation=%s", incarnation)
+        self._drains.left(incarnation)
+        await self._notify()
         lives = [life for life in self._lives.values() if life.join is not None]
         await asyncio.gather(*(quiet(life.actor.remove_ingress.remote(incarnation)) for life in lives))
 
     async def watch(self, after_version: int) -> ClusterView:
         """Returns the membership once it is newer than ``after_version``, or after ``WATCH_DEADLINE_S``."""
-        async with self._changed:
-            try:
-                async with asyncio.timeout(WATCH_DEADLINE_S):
-                    await self._changed.wait_for(lambda: self._membership.version > after_version)
-            except TimeoutError:
-                pass
+        await self._wait_until(lambda: self._membership.version > after_version, WATCH_DEADLINE_S)
         return self._view()
 
     async def ping(self) -> None:
@@ -315,6 +337,7 @@ class ControllerProcess:
             workers=tuple(views),
             gone=tuple(self._membership.gone),
             directory=self._directory_address,
+            stops_in_s=None if self._stops_at_s is None else max(0.0, self._stops_at_s - time.monotonic()),
         )
 
     async def _notify(self) -> None:

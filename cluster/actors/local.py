@@ -18,7 +18,7 @@ from cluster.actors.controller import ACTOR_OPTIONS, CONTROLLER_NAME, NAMESPACE,
 from cluster.actors.ingress import APPLICATION_NAME, IngressDeployment
 from cluster.config import Config
 from cluster.view import ClusterPlan, ClusterView
-from kvstore.errors import EnvironmentProblem
+from kvstore.errors import EnvironmentProblem, FatalError
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,23 @@ class LocalCluster:
             ray.get(self._controller.ping.remote(), timeout=CONTROLLER_DEADLINE_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return False
+        return True
+
+    def begin_drain(self, drain_s: float) -> Any:
+        """Closes the door to new requests. Returns what ``is_drained`` asks about."""
+        return self._controller.drain.remote(drain_s)
+
+    def is_drained(self, drain: Any, timeout_s: float) -> bool:
+        """Returns True once nothing runs, or the time of the drain is over; False after ``timeout_s``.
+
+        Raises: FatalError when the controller dies.
+        """
+        try:
+            ray.get(drain, timeout=timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            return False
+        except ray.exceptions.RayActorError as error:
+            raise FatalError("the controller died; everything is being stopped") from error
         return True
 
     def stop(self) -> None:

@@ -13,11 +13,12 @@ def down(
     address: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="Ray address of the cluster. Default: the running one.")
     ] = None,
+    now: Annotated[bool, typer.Option("--now", help="End what runs at once, instead of after server.drain_s.")] = False,
 ) -> int:
-    """Stop everything that `kopir serve` started. Does nothing, successfully, if nothing runs."""
+    """Stop everything that `kopir serve` started, once what runs has finished. Succeeds if nothing runs."""
     from cluster.serve import down as stop_cluster
 
-    stopped = stop_cluster(address)
+    stopped = stop_cluster(address, now=now)
     write("Stopped." if stopped else "Nothing was running.")
     return 0
 

@@ -27,7 +27,8 @@ def serve(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any key of the configuration; repeatable.")
     ] = None,
 ) -> int:
-    """Serve a model: local cluster, workers, store and endpoint. Ctrl-C stops all of it."""
+    """Serve a model: local cluster, workers, store and endpoint. Ctrl-C stops all of it at once; SIGTERM lets what
+    runs finish first (server.drain_s)."""
     from cluster.config import load
 
     options = {
@@ -43,8 +44,16 @@ def serve(
 
     from cluster.serve import run
 
-    code: int = run(settings, on_ready=partial(_announce, has_keys=settings.auth.keys_file is not None))
+    code: int = run(
+        settings,
+        on_ready=partial(_announce, has_keys=settings.auth.keys_file is not None),
+        on_drain=_announce_drain,
+    )
     return code
+
+
+def _announce_drain(drain_s: float) -> None:
+    write(f"Stopping: what runs has {drain_s:g} s to finish, nothing new is taken. Ctrl-C ends it now.")
 
 
 def _announce(url: str, *, has_keys: bool) -> None:

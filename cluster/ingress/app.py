@@ -36,7 +36,7 @@ from cluster.ingress.tools.service import ToolService
 from cluster.ingress.tracing import TracedRequests, Tracing
 from cluster.keys_source import keys_source
 from cluster.tools_source import load_tools
-from cluster.view import ClusterView
+from cluster.view import ClusterView, DrainReport
 from kvstore.net.handshake import PeerInfo
 from kvstore.net.host import boottime_ns, host_identity
 from workers.model.config import read_config
@@ -190,13 +190,31 @@ class IngressApp:
             await self._tracing.close()
 
     def set_view(self, view: ClusterView) -> None:
-        """Takes a newer membership."""
+        """Takes a newer membership; one that says that the gateway stops closes the door."""
         self._backend.set_view(view)
+        if view.stops_in_s is not None and not self._seats.is_draining:
+            self._seats.drain(until_ns=boottime_ns() + int(view.stops_in_s * 1e9))
 
     @property
     def view_version(self) -> int:
         """Version of the membership in use."""
         return self._backend.view_version
+
+    @property
+    def is_draining(self) -> bool:
+        """True while the controller wants to know what runs here."""
+        return self._backend.view.is_draining
+
+    def drain_report(self) -> DrainReport:
+        """Returns what still runs here, by the membership in use."""
+        view = self._backend.view
+        leaving = {worker.incarnation for worker in view.workers if worker.state == "draining"}
+        return DrainReport(
+            ingress=self._me.incarnation,
+            version=view.version,
+            num_open=self._seats.num_open,
+            busy=tuple(sorted(leaving & self._backend.busy_lives())),
+        )
 
     async def _status(self, cluster: dict[str, Any], tenant: Tenant) -> dict[str, Any]:
         """Returns the facts; with keys configured, a tenant sees streams and interruptions of its own only."""

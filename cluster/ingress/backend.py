@@ -174,6 +174,19 @@ class RelayBackend(LinkOrders, Backend):
         """Version of the membership in use."""
         return self._fleet.view.version
 
+    @property
+    def view(self) -> ClusterView:
+        """The membership in use."""
+        return self._fleet.view
+
+    def busy_lives(self) -> set[str]:
+        """Returns the worker lives that an attempt of this ingress may still run on."""
+        lives: set[str] = set()
+        for request in self._running.values():
+            for attempt in request.machine.attempts:
+                lives.update(attempt.workers[role].incarnation for role in ev.ROLES if role not in attempt.fenced)
+        return lives
+
     # --- Backend ----------------------------------------------------------------------------------------------
 
     def ready(self) -> ReadyState:

@@ -244,13 +244,14 @@ class InfoEndpoints:
         return _json({"status": "ok"})
 
     async def readyz(self, request: Request) -> Response:
+        seats = self._services.seats
+        if seats is not None and seats.is_draining:
+            return _not_ready({"status": "draining", "message": "the server is stopping"}, seats.stops_in_s())
         state = self._services.backend.ready()
         body = {"status": "ready" if state.ready else "not_ready", "message": state.message, "detail": state.detail}
         if state.ready:
             return _json(body)
-        message = state.message or "not ready"
-        error = {"message": message, "type": "server_error", "param": None, "code": "not_ready"}
-        return _json(body | {"error": error}, status=503, headers={"retry-after": "1"})
+        return _not_ready(body | {"message": state.message or "not ready"}, 1)
 
     async def metrics(self, request: Request) -> Response:
         metrics = self._services.metrics
@@ -323,6 +324,11 @@ async def _others(
 
 def _count_error(services: Services, error: ApiError) -> None:
     services.metrics.count_error(error.status, error.code)
+
+
+def _not_ready(body: dict[str, Any], retry_after_s: int) -> Response:
+    error = {"message": body["message"], "type": "server_error", "param": None, "code": "not_ready"}
+    return _json(body | {"error": error}, status=503, headers={"retry-after": str(retry_after_s)})
 
 
 async def _unsupported(request: Request) -> Response:

@@ -7,14 +7,18 @@ answers (Serve adds its own beside ours), and moves a client's to ``x-kopir-labe
 by an id that two clients may share; and it gives errors that Serve makes itself (no replica, replica died before
 the first byte) the shape that every other error has. Answers of the application pass untouched. It tells the
 application how much of a long answer the client's socket has taken (see ``window``), because nothing else does, and
-cuts off a client that takes nothing any more: the application cannot reach its socket.
+cuts off a client that takes nothing any more: the application cannot reach its socket. It also says, by itself, for how
+long the oldest answer under way has been open: when that is out, nothing is lost if the proxy ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import logging
 import secrets
+import time
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -40,6 +44,8 @@ CONTROL_HEADERS = frozenset(
 _ID_HEADER = b"x-request-id"
 _STALL_HEADER = STALL_HEADER.encode()
 LABEL_HEADER = b"x-kopir-label"
+OPEN_PATH = "/internal/proxy"
+"""Answered here: how many requests are open, and since when, in seconds, the oldest of them is."""
 
 
 def proxy_middlewares() -> list[Middleware]:
@@ -52,11 +58,32 @@ class ProxyEdge:
 
     def __init__(self, app: Any) -> None:
         self._app = app
+        self._since_s: dict[int, float] = {}
+        """Open requests, oldest first."""
+        self._numbers = itertools.count()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["path"] == OPEN_PATH:
+            await self._tell_open(send)
+            return
+        number = next(self._numbers)
+        self._since_s[number] = time.monotonic()
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            del self._since_s[number]
+
+    async def _tell_open(self, send: Any) -> None:
+        oldest_s = time.monotonic() - next(iter(self._since_s.values())) if self._since_s else None
+        body = json.dumps({"open": len(self._since_s), "oldest_s": oldest_s}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _answer(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
         kept, label = [], b""
         for name, value in scope["headers"]:
             if name.lower() == _ID_HEADER:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from cluster.core.admission import Refused
-from cluster.core.admission_queue import AdmissionQueue, Started
+from cluster.core.admission_queue import RETRY_AFTER_S_MAX, AdmissionQueue, Started
 from cluster.ingress.api.errors import ApiError, InvalidRequest, NotReady, Overloaded, echo
 from cluster.ingress.metrics import IngressMetrics
 
@@ -33,6 +33,7 @@ class Seats:
         self._deadline_ms = deadline_ms
         self._clock_ns = clock_ns
         self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._stops_ns: int | None = None
         self._metrics = metrics
         if metrics is not None:
             self._show(metrics)
@@ -84,19 +85,35 @@ class Seats:
             elif not waiting.done():
                 waiting.set_result(None)
 
-    def drain(self) -> None:
-        """Sends the waiting away and lets nobody in."""
+    @property
+    def is_draining(self) -> bool:
+        """True when nobody is let in any more."""
+        return self.queue.door.draining
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are inside, waiting ones included."""
+        return len(self.queue.door)
+
+    def drain(self, *, until_ns: int | None = None) -> None:
+        """Sends the waiting away and lets nobody in. ``until_ns``: when the server stops at the latest."""
+        self._stops_ns = until_ns
         for request_id in self.queue.drain():
             waiting = self._waiting.get(request_id)
             if waiting is not None and not waiting.done():
-                waiting.set_exception(NotReady("The server is stopping."))
+                waiting.set_exception(NotReady("The server is stopping.", retry_after_s=self.stops_in_s()))
+
+    def stops_in_s(self) -> int:
+        """Returns the whole seconds until the server has stopped at the latest: who asks before is sent away again."""
+        left_ns = 0 if self._stops_ns is None else self._stops_ns - self._clock_ns()
+        return max(1, min(RETRY_AFTER_S_MAX, -(-left_ns // 1_000_000_000)))
 
     def _error(self, refused: Refused, class_name: str) -> ApiError:
         if self._metrics is not None:
             self._metrics.admission_refused.labels(class_name, refused.code).inc()
         retry_after_s = refused.retry_after_s or 1
         if refused.status == 503:
-            return NotReady(f"{refused.why}.", code=refused.code, retry_after_s=retry_after_s)
+            return NotReady(f"{refused.why}.", code=refused.code, retry_after_s=self.stops_in_s())
         return Overloaded(f"{refused.why}.", code=refused.code, retry_after_s=retry_after_s)
 
     def _show(self, metrics: IngressMetrics) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from ..asking import events, raw_body
 from ..cluster import Cluster, Place, poll_until
 from ..golden import make_prompt
+from ..streams import Stream
 
 LEASE_S = 2.0
 CONFIG = {
@@ -40,41 +40,6 @@ def place() -> Iterator[Place]:
     place = Place()
     yield place
     place.close()
-
-
-class Stream:
-    """A client that reads a stream on a thread. ``error`` is what ended it, if it was not its own end."""
-
-    def __init__(self, cluster: Cluster, *, max_tokens: int) -> None:
-        self.request_id = ""
-        self.received = b""
-        self.error: httpx.HTTPError | None = None
-        self._begun = threading.Event()
-        body = raw_body(prompt=make_prompt(7, 20), max_tokens=max_tokens, ignore_eos=True, stream=True)
-        self._thread = threading.Thread(target=self._read, args=(cluster.url, body))
-        self._thread.start()
-        assert self._begun.wait(30), "no first delta"
-
-    def _read(self, url: str, body: bytes) -> None:
-        try:
-            with (
-                httpx.Client(base_url=url, timeout=60) as http,
-                http.stream("POST", "/v1/completions", content=body) as a,
-            ):
-                self.request_id = a.headers["x-request-id"]
-                for part in a.iter_raw():
-                    self.received += part
-                    self._begun.set()
-        except httpx.HTTPError as error:
-            self.error = error
-
-    def wait(self, deadline_s: float) -> None:
-        self._thread.join(deadline_s)
-        assert not self._thread.is_alive(), f"the stream has no end after {deadline_s} s"
-
-    @property
-    def is_whole(self) -> bool:
-        return self.received.rstrip().endswith(b"data: [DONE]")
 
 
 def answer(cluster: Cluster) -> int:

@@ -91,7 +91,7 @@ def test_an_unexpected_error_is_one_line_too(
 ) -> None:
     """The trace comes only with --debug, which is allowed before and behind the command."""
 
-    def down(_address: str | None) -> bool:
+    def down(_address: str | None, *, now: bool) -> bool:
         raise ZeroDivisionError("a\nb")
 
     fake_serve(monkeypatch, down=down)
@@ -107,7 +107,7 @@ def test_an_unexpected_error_is_one_line_too(
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An interrupt is neither success nor an internal error."""
 
-    def down(_address: str | None) -> bool:
+    def down(_address: str | None, *, now: bool) -> bool:
         raise KeyboardInterrupt
 
     fake_serve(monkeypatch, down=down)
@@ -178,7 +178,7 @@ def test_serve_hands_over_the_configuration(
     """Options win over --set, --set over the file; the URL is printed when ready; the status is passed on."""
     seen: list[Any] = []
 
-    def run(config: Any, *, on_ready: Any) -> int:
+    def run(config: Any, *, on_ready: Any, on_drain: Any) -> int:
         seen.append(config)
         on_ready("http://127.0.0.1:9000")
         return 3
@@ -200,7 +200,7 @@ def test_serve_reports_what_the_machine_lacks(
 ) -> None:
     """An environment problem is shown in its own words."""
 
-    def run(_config: Any, *, on_ready: Any) -> int:
+    def run(_config: Any, *, on_ready: Any, on_drain: Any) -> int:
         raise EnvironmentProblem("port 8000 is taken")
 
     fake_serve(monkeypatch, run=run)
@@ -211,6 +211,6 @@ def test_serve_reports_what_the_machine_lacks(
 def test_down_says_whether_something_ran(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Both outcomes are successes."""
     answers = iter([True, False])
-    fake_serve(monkeypatch, down=lambda _address: next(answers))
+    fake_serve(monkeypatch, down=lambda _address, now: next(answers))
     assert cli.run(["down"]) == cli.run(["down"]) == 0
     assert capsys.readouterr().out == "Stopped.\nNothing was running.\n"

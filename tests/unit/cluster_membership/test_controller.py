@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster.actors import calls, controller, ingress, store, worker
-from cluster.view import ClusterPlan, ClusterView, StoreAddress, StoreSpec
+from cluster.view import ClusterPlan, ClusterView, DrainReport, StoreAddress, StoreSpec
 from kvstore.core.identity import Fingerprint
 from kvstore.errors import EnvironmentProblem
 from workers.spec import IngressAddress, WorkerJoin, WorkerSpec
@@ -261,3 +262,24 @@ async def test_an_ingress_follows_the_membership_whatever_one_answer_was(
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(replica._watch(), SETTLE_S)
     assert views == [newest]
+
+
+async def test_a_drain_waits_for_every_ingress_and_for_no_dead_one(workers: Stage) -> None:
+    """Each hears of it at once; the drain is over when all have nothing left, or when its time is."""
+    process = controller.ControllerProcess(make_plan(), b"s")
+    await process.start()
+    others = {name: PlayedActor() for name in ("i0", "i1")}
+    for name, actor in others.items():
+        await process.register_ingress(structs.replace(ADDRESS, incarnation=name), actor)
+    before = process._view().version
+    heard = asyncio.ensure_future(process.watch(before))
+    drain = asyncio.ensure_future(process.drain(SETTLE_S))
+    view = await heard
+    assert view.stops_in_s is not None and 0 < view.stops_in_s <= SETTLE_S and view.is_draining
+    await process.drain_report(DrainReport(ingress="i0", version=view.version, num_open=1, busy=()))
+    await process.drain_report(DrainReport(ingress="i0", version=view.version, num_open=0, busy=()))
+    assert not drain.done()
+    others["i1"].dead.set()
+    assert await asyncio.wait_for(drain, SETTLE_S) is True
+    await process.register_ingress(structs.replace(ADDRESS, incarnation="i2"), PlayedActor())
+    assert await process.drain(0.01) is False

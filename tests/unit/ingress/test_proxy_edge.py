@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.ingress.api.proxy_edge import ProxyEdge, proxy_middlewares
+from cluster.ingress.api.proxy_edge import OPEN_PATH, ProxyEdge, proxy_middlewares
 from cluster.ingress.api.window import EDGE_HEADER, REPORT_BYTES, STALL_HEADER, WRITTEN
 
 EDGE = (EDGE_HEADER.encode(), b"1")
@@ -33,7 +33,7 @@ async def run(inner: InnerApp, headers: list[tuple[bytes, bytes]] | None = None)
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await ProxyEdge(inner)({"type": "http", "headers": headers or []}, None, send)
+    await ProxyEdge(inner)({"type": "http", "path": "/v1/completions", "headers": headers or []}, None, send)
     return sent
 
 
@@ -123,7 +123,9 @@ async def test_application_hears_how_much_the_client_has_taken() -> None:
             await send(body(b"x" * REPORT_BYTES, more=True))
         await listener
 
-    running = asyncio.create_task(ProxyEdge(app)({"type": "http", "headers": []}, receive, send))
+    running = asyncio.create_task(
+        ProxyEdge(app)({"type": "http", "path": "/v1/completions", "headers": []}, receive, send)
+    )
     await asyncio.wait_for(reported.wait(), 5)
     assert [message.get("bytes") for message in heard] == [None, None, REPORT_BYTES], "the second write has not ended"
     socket.release()
@@ -160,7 +162,7 @@ async def test_waiting_for_the_client_ends_with_the_request() -> None:
     async def send(message: dict[str, Any]) -> None:
         raise AssertionError(message)
 
-    await ProxyEdge(app)({"type": "http", "headers": []}, receive, send)
+    await ProxyEdge(app)({"type": "http", "path": "/v1/completions", "headers": []}, receive, send)
     await asyncio.wait_for(taken_back.wait(), 5)
 
 
@@ -196,7 +198,9 @@ async def test_client_whose_socket_takes_nothing_is_cut_off() -> None:
     socket, inner = Socket(), InnerApp([start(200, b"req-1", b"serve-2"), body(b"x", more=True)])
     inner.messages[0]["headers"].append((STALL_HEADER.encode(), b"100"))
     socket.num_waiting = 100
-    running = asyncio.create_task(ProxyEdge(inner)({"type": "http", "headers": []}, None, socket.send))
+    running = asyncio.create_task(
+        ProxyEdge(inner)({"type": "http", "path": "/v1/completions", "headers": []}, None, socket.send)
+    )
     for left in range(99, 94, -1):
         await asyncio.wait_for(socket.looked.wait(), 5)
         socket.looked.clear()
@@ -212,3 +216,36 @@ async def test_client_whose_socket_takes_nothing_is_cut_off() -> None:
 def test_callback_returns_starlette_middlewares() -> None:
     """The form that Serve's callback is checked for."""
     assert [middleware.cls for middleware in proxy_middlewares()] == [ProxyEdge]
+
+
+async def test_it_says_which_answers_are_under_way() -> None:
+    """By itself, also while the application takes long; one that broke is not open any more."""
+    may_end, inside = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        inside.set()
+        await may_end.wait()
+        raise RuntimeError("broke")
+
+    edge = ProxyEdge(slow)
+
+    async def told() -> dict[str, Any]:
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await edge({"type": "http", "path": OPEN_PATH, "headers": []}, None, send)
+        assert sent[0]["status"] == 200
+        answer: dict[str, Any] = json.loads(sent[1]["body"])
+        return answer
+
+    assert await told() == {"open": 0, "oldest_s": None}
+    running = asyncio.create_task(edge({"type": "http", "path": "/v1/completions", "headers": []}, None, None))
+    await inside.wait()
+    first, second = await told(), await told()
+    assert first["open"] == 1 and 0 <= first["oldest_s"] < second["oldest_s"]
+    may_end.set()
+    with pytest.raises(RuntimeError, match="broke"):
+        await running
+    assert await told() == {"open": 0, "oldest_s": None}

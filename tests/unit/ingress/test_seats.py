@@ -105,8 +105,12 @@ async def test_a_drain_tells_the_waiting(world: World, seats: Seats) -> None:
     gate, running = await run_behind(world, seats)
     waiting = asyncio.create_task(world.complete(max_tokens=8))
     await wait_for_line(seats, "interactive", 1)
-    seats.drain()
-    assert (await waiting).status_code == 503
-    assert (await world.complete(max_tokens=8)).status_code == 503
+    assert (await world.http.get("/readyz")).status_code == 200
+    seats.drain(until_ns=time.monotonic_ns() + 19_500_000_000)
+    for refused in (await waiting, await world.complete(max_tokens=8), await world.http.get("/readyz")):
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        assert refused.headers["retry-after"] == "20", "when the server has stopped at the latest"
+    assert (await world.http.get("/readyz")).json()["status"] == "draining"
+    assert (await world.http.get("/healthz")).status_code == 200
     gate.open.set()
     assert (await running).status_code == 200
