@@ -51,7 +51,8 @@ async def read(generation: Generation, seen: Seen, *, on_delta: Callable[[Seen],
                 case TokenBatch():
                     assert event.first_index == len(gathered), (seen.request_id, event.first_index, len(gathered))
                     gathered += event.token_ids
-                    if seen.stream:
+                    # Between the giving of an event and this line its attempt may have been lost.
+                    if seen.stream and not (seen.first_delta_s is None and generation.has_restarted):
                         _deliver(generation, seen, gathered, loop.time())
                         if on_delta is not None:
                             on_delta(seen)

@@ -253,12 +253,12 @@ class Answer(ABC):
             while any(choice.finish is None for choice in self._choices):
                 choice, event = await self._next(send, events)
                 if isinstance(event, TokenBatch | Ended):
-                    if not choice.is_marked and choice.started.has_restarted:
-                        continue  # Its attempt was lost between the giving and the taking of this event.
                     for other in self._choices:
                         if other.generation is None:
                             await self._submit(other)
                             events.add(other)
+                    if not choice.is_marked and choice.started.has_restarted:
+                        continue  # Its attempt was lost after the event was given, or while the others were submitted.
                 if isinstance(event, Interrupted):
                     choice.is_over = True
                     await self._cancel("gateway_fault")

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from cluster.ingress.api.backend import Backend, Ended, Generation, GenerationEvent, ReadyState, TokenBatch
+from cluster.ingress.api.backend import Backend, Ended, Generation, GenerationEvent, ReadyState, Restarted, TokenBatch
 from cluster.ingress.api.chat_template import ChatTemplate
 from cluster.ingress.api.tokenizer import TokenizerBundle
 from kvstore.core.messages import GenerationSpec, TokenLogprobs
@@ -64,6 +64,7 @@ class FakeGeneration(Generation):
         self._cached_tokens = cached_tokens
         self.calls: list[Any] = []
         self.notes: list[tuple[str, dict[str, Any]]] = []
+        self.is_late_restart = False
         self.over = asyncio.Event()
         """Set by completed, cancel, or an interruption that was handed out."""
 
@@ -97,7 +98,17 @@ class FakeGeneration(Generation):
                 raise step
             return step
 
+    @property
+    def has_restarted(self) -> bool:
+        return any(isinstance(step, Restarted) for step in self._script) and self.is_late_restart
+
+    def restart_now(self, *script: Step) -> None:
+        """Its attempt is lost at this moment: what was not taken yet is void, ``script`` is the new attempt's."""
+        self._script = [Restarted(self.attempt_id), *script]
+        self.is_late_restart = True
+
     def mark_first_delta(self) -> None:
+        assert not self.has_restarted, "a delta of a lost attempt"
         self.calls.append("mark_first_delta")
 
     def delivered(self, num_tokens: int) -> None:

@@ -165,3 +165,26 @@ async def test_no_choice_runs_again_once_another_has_been_seen(world: World) -> 
     response = await world.chat(n=2, stream=True)
     assert events(response.content)[-1]["error"]["code"] == "upstream_decode_interrupted"
     assert "[DONE]" not in response.text and "new text" not in response.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_attempt_lost_while_the_others_are_submitted(world: World, stream: bool) -> None:
+    """Its token was given and is void by the time the others have their prompts looked up: nothing of it is shown."""
+    first, submitting = Gate(), Gate()
+    void, tokens = world.encode("void"), world.encode("hello")
+    world.backend.scripts = [[first, *batches(void), Ended("stop")], [*batches(tokens), Ended("stop")]]
+    asking = asyncio.ensure_future(world.chat(n=2, stream=stream))
+    await first.reached.wait()
+    world.backend.submit_steps = [submitting]
+    first.open.set()
+    await submitting.reached.wait()
+    world.backend.generations[0].restart_now(*batches(tokens), Ended("stop"))
+    submitting.open.set()
+    response = await asking
+    assert response.status_code == 200, response.text
+    if stream:
+        choices = [choice for chunk in events(response.content)[:-1] for choice in chunk["choices"]]
+        texts = ["".join(c["delta"].get("content") or "" for c in choices if c["index"] == index) for index in (0, 1)]
+    else:
+        texts = [choice["message"]["content"] for choice in response.json()["choices"]]
+    assert texts == ["hello", "hello"]
