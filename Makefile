@@ -60,6 +60,7 @@ soak: model ## long repetitions of random pools, 312 cases of the exactness matr
 	$(BIN)/python -m pytest tests/e2e/pair --store full-disk $(PYTEST_ARGS)
 	KOPIR_SOAK_TOOL_KILLS=1 $(BIN)/python -m pytest tests/unit/ledger/test_tool_kills.py $(PYTEST_ARGS)
 	KOPIR_SOAK_READERS=500 $(BIN)/python -m pytest tests/e2e/overload/test_slow_readers.py --timeout 600 $(PYTEST_ARGS)
+	KOPIR_SOAK_SCALING_S=60 $(BIN)/python -m pytest -s tests/e2e/scaling/test_scaling.py $(PYTEST_ARGS)
 	KOPIR_SOAK_LIMIT_S=1800 $(BIN)/python -m pytest -s tests/e2e/overload/test_soak.py --timeout 3600 $(PYTEST_ARGS)
 	KOPIR_SOAK_KILLS_PACED=450 KOPIR_SOAK_KILLS_REAL=50 $(BIN)/python -m pytest -s tests/kills $(PYTEST_ARGS)
 

@@ -137,6 +137,27 @@ def load(
         settings.update(_read_override(override))
     for key, value in (values or {}).items():
         settings[key] = _Setting(_convert(value, _type_of(key, where=""), key=key, where=""), "")
+    return _checked(settings)
+
+
+def overlay(config: Config, overrides: Sequence[str]) -> Config:
+    """Returns ``config`` with ``overrides`` as of ``load`` laid over it. Raises: ConfigError."""
+    settings = {key: _Setting(value, "") for key, value in settings_of(config).items()}
+    for override in overrides:
+        settings.update(_read_override(override))
+    return _checked(settings)
+
+
+def settings_of(config: Section, prefix: str = "") -> dict[str, object]:
+    """Returns dotted key -> value of every setting, in order."""
+    settings: dict[str, object] = {}
+    for name in field_types(type(config)):
+        value = getattr(config, name)
+        settings |= settings_of(value, f"{prefix}{name}.") if isinstance(value, Section) else {f"{prefix}{name}": value}
+    return settings
+
+
+def _checked(settings: Mapping[str, _Setting]) -> Config:
     config: Config = _build(Config, "", settings)
     try:
         check_config(config)

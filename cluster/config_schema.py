@@ -145,6 +145,10 @@ class WorkersConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["torch", "paced"], doc("`torch` runs the model; `paced` emits placeholder tokens at fixed times.")
     ] = "torch"
     paced: PacedConfig = PacedConfig()
+    drain_s: Annotated[
+        Seconds,
+        doc("Seconds that the requests of a worker have to finish when `kopir apply` takes it out; then they are cut."),
+    ] = 3600.0
 
 
 class KvConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from cluster.config import Config, thread_budget
 from cluster.view import ClusterPlan, StoreSpec
 from kvstore.errors import BadInput
@@ -92,6 +94,11 @@ def make_plan(config: Config, *, model_path: Path, model: ModelConfig, cores: in
         store=store,
         thread_environment={role: thread_environment(threads) for role, threads in budget.items()},
     )
+
+
+def worker_kind(spec: WorkerSpec) -> WorkerSpec:
+    """Returns what makes two workers alike: everything but name, life, and the threads that follow from the numbers."""
+    return msgspec.structs.replace(spec, worker_id="", incarnation="", threads=1, store_host=None, store_port=None)
 
 
 def weight_bytes(config: Config, folder: Path) -> int:

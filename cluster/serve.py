@@ -25,6 +25,7 @@ import msgspec
 from cluster import machine, ray_environment, runfile
 from cluster import plan as planning
 from cluster.config import Config
+from cluster.control import ControlServer
 from cluster.ingress.tracing import check_installed
 from cluster.secret import cluster_secret
 from kvstore.errors import EnvironmentProblem, FatalError, KopirError
@@ -53,6 +54,7 @@ def run(config: Config, *, on_ready: Callable[[str], None], on_drain: Callable[[
     """
     planning.check_supported(config)
     check_installed(config.tracing)
+    asked = config
     config = _with_tls(_with_keys(_with_policy(_with_tools(_with_ledger(config)))))
     model_path = hub.resolve(config.model)
     model = read_config(model_path)
@@ -85,7 +87,12 @@ def run(config: Config, *, on_ready: Callable[[str], None], on_drain: Callable[[
             started_at=datetime.now(UTC).isoformat(),
             drain_s=config.server.drain_s,
         )
+        from cluster.applying import Applier
+
+        applier = Applier(asked, plan, model_path=Path(model_path), model=model, carry_out=cluster.apply)
+        control = ControlServer(applier.apply)
         try:
+            control.start()
             on_ready(url)
             _wait(cluster, stop)
             if config.server.drain_s > 0 and not stop.is_urgent:
@@ -93,6 +100,7 @@ def run(config: Config, *, on_ready: Callable[[str], None], on_drain: Callable[[
                 _drain(cluster, stop, config.server.drain_s, url)
             return 0
         finally:
+            control.close()
             run_file.unlink(missing_ok=True)
     finally:
         stop.quiet()

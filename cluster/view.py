@@ -43,6 +43,9 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     stops_in_s: float | None = None
     """The gateway stops: it takes nothing new, and what runs has so many seconds. None while it does not."""
 
+    num_seats: int | None = None
+    """Answers that may be under way at one ingress, once that has changed since its start."""
+
     @property
     def is_draining(self) -> bool:
         """True while ingresses tell what they still have: the gateway stops, or a worker is to go."""
@@ -94,3 +97,21 @@ class ClusterPlan(Struct, frozen=True, kw_only=True):
     store: StoreSpec | None
     thread_environment: dict[str, dict[str, str]]
     """Environment variables per role, set before torch is imported."""
+
+
+class WorkersWanted(Struct, frozen=True, kw_only=True):
+    """The workers that a running cluster is to have; names in the specs count for nothing."""
+
+    workers: tuple[WorkerSpec, ...]
+    thread_environment: dict[str, dict[str, str]]
+    num_seats: int
+    drain_s: float
+    """How long the requests of a worker that goes may take to finish."""
+
+
+class Applied(Struct, frozen=True, kw_only=True):
+    """Which workers came, were taken back while they were leaving, and go."""
+
+    started: tuple[str, ...]
+    taken_back: tuple[str, ...]
+    leaving: tuple[str, ...]

@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError
 
 from cluster.actors import directory, store, worker
 from cluster.actors.calls import quiet, until_dead, until_died
+from cluster.actors.worker_changes import START_DEADLINE_S, STOP_DEADLINE_S, WorkerChanges
 from cluster.core.drain import DrainWatch
 from cluster.core.membership import Membership
 from cluster.view import ClusterPlan, ClusterView, DirectoryAddress, DrainReport, StoreAddress, WorkerView
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 CONTROLLER_NAME = "kopir-controller"
 NAMESPACE = "kopir"
 WATCH_DEADLINE_S = 10.0
-START_DEADLINE_S = 120.0
-STOP_DEADLINE_S = 2.0
 RESTART_PAUSE_S, RESTART_PAUSE_S_MAX = 0.2, 5.0
 ACTOR_OPTIONS: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 256, "num_cpus": 0}
 
@@ -47,7 +46,7 @@ class _Life:
         self.join: WorkerJoin | None = None
 
 
-class ControllerProcess:
+class ControllerProcess(WorkerChanges):
     """One per cluster."""
 
     def __init__(self, plan: ClusterPlan, secret: bytes) -> None:
@@ -66,6 +65,8 @@ class ControllerProcess:
         self._stopping = False
         self._drains = DrainWatch()
         self._stops_at_s: float | None = None
+        self._num_seats: int | None = None
+        self._change_lock = asyncio.Lock()
 
     # --- start and stop -----------------------------------------------------------------------------------
 
@@ -188,13 +189,18 @@ class ControllerProcess:
         await self._notify()
         try:
             async with asyncio.timeout(START_DEADLINE_S):
-                life.join = await life.actor.start.remote()
-                self._membership.joined(life.spec.worker_id, life.spec.incarnation, pid=life.join.pid)
-                self._spawn(self._watch_worker(life))
-                await self._notify()
+                await self._join(life)
                 await self._admit(life)
         except RayActorError:
             await self._discard(life)
+
+    async def _join(self, life: _Life) -> None:
+        """Waits until a new process is up, and watches it from then on."""
+        life.join = await life.actor.start.remote()
+        assert life.join is not None
+        self._membership.joined(life.spec.worker_id, life.spec.incarnation, pid=life.join.pid)
+        self._spawn(self._watch_worker(life))
+        await self._notify()
 
     async def _replace(self, template: WorkerSpec) -> None:
         """Starts another life. One that does not come up, for whatever reason, is one more loss of its slot."""
@@ -250,6 +256,9 @@ class ControllerProcess:
         if self._stopping:
             return
         spec = life.spec
+        if self._is_leaving(life):
+            await self._removed(life)
+            return
         slot = self._membership.lost(spec.worker_id, spec.incarnation, time.monotonic_ns())
         if slot is None:
             return
@@ -261,7 +270,7 @@ class ControllerProcess:
             logger.error("worker_given_up worker=%s", spec.worker_id)
             return
         await asyncio.sleep(max(0, slot.restart_at_ns - time.monotonic_ns()) / 1e9)
-        if not self._stopping:
+        if not self._stopping and self._membership.slots.get(spec.worker_id) == slot:
             self._spawn(self._replace(spec))
 
     # --- ingresses and people -----------------------------------------------------------------------------
@@ -338,6 +347,7 @@ class ControllerProcess:
             gone=tuple(self._membership.gone),
             directory=self._directory_address,
             stops_in_s=None if self._stops_at_s is None else max(0.0, self._stops_at_s - time.monotonic()),
+            num_seats=self._num_seats,
         )
 
     async def _notify(self) -> None:

@@ -17,7 +17,7 @@ from ray._private import worker as ray_worker
 from cluster.actors.controller import ACTOR_OPTIONS, CONTROLLER_NAME, NAMESPACE, ControllerActor
 from cluster.actors.ingress import APPLICATION_NAME, IngressDeployment
 from cluster.config import Config
-from cluster.view import ClusterPlan, ClusterView
+from cluster.view import Applied, ClusterPlan, ClusterView, WorkersWanted
 from kvstore.errors import EnvironmentProblem, FatalError
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 80 << 20
 """Small on purpose: no KV and no tokens go through Ray's object store."""
 CONTROLLER_DEADLINE_S = 30.0
+APPLY_DEADLINE_S = 270.0
 HELPERS = (
     ray_constants.PROCESS_TYPE_LOG_MONITOR,
     ray_constants.PROCESS_TYPE_MONITOR,
@@ -110,6 +111,16 @@ class LocalCluster:
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return False
         return True
+
+    def apply(self, wanted: WorkersWanted) -> Applied:
+        """Goes over to other workers. Raises: FatalError; nothing has changed then."""
+        try:
+            applied: Applied = ray.get(self._controller.apply.remote(wanted), timeout=APPLY_DEADLINE_S)
+        except ray.exceptions.RayTaskError as error:
+            raise FatalError(str(error.cause)) from error
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise FatalError(f"the controller did not carry it out: {error or type(error).__name__}") from error
+        return applied
 
     def begin_drain(self, drain_s: float) -> Any:
         """Closes the door to new requests. Returns what ``is_drained`` asks about."""

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from cluster.cli import chat, config, doctor, down, keys, model, policy, request, serve, sim, status, store
+from cluster.cli import apply, chat, config, doctor, down, keys, model, policy, request, serve, sim, status, store
 from cluster.cli.common import say_error, write
 from kvstore.errors import BadInput, EnvironmentProblem, KopirError
 
@@ -88,7 +88,7 @@ def _root(
     del version, debug  # Both have done their work before this function is called.
 
 
-for _module in (serve, chat, status, request, down, doctor):
+for _module in (serve, chat, status, request, apply, down, doctor):
     _module.register(app)
 app.add_typer(model.app, name="model")
 app.add_typer(config.app, name="config")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from cluster.core.admission import Admission, Refused
@@ -140,6 +140,15 @@ class AdmissionQueue:
         for request_id in waiting:
             self.door.leave(request_id)
         return waiting
+
+    def resize(self, num_seats: int, *, now_ns: int) -> list[str]:
+        """There are more or fewer seats from now on. Returns who is started; nobody is put off a seat."""
+        assert num_seats >= 1, num_seats
+        self.num_seats = num_seats
+        for name, line in self._lines.items():
+            for request_id, ticket in line.items():
+                line[request_id] = replace(ticket, num_seats=min(ticket.num_seats, self._most_seats(name)))
+        return self._start_waiting(now_ns)
 
     # --- questions ------------------------------------------------------------------------------------------
 

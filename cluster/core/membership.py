@@ -4,7 +4,8 @@ A pure state machine owned by the controller. A *slot* is a place for one worker
 has its own incarnation. Soft state: nothing here survives the controller, workers announce themselves again.
 
 Slot life: starting -> joining -> ready -> draining | lost; refused when the fingerprint differs. A lost slot is
-started again after a back-off, at most ``RESTARTS_MAX`` times in ``RESTART_WINDOW_NS``.
+started again after a back-off, at most ``RESTARTS_MAX`` times in ``RESTART_WINDOW_NS``. A draining one gets nothing
+new; it is taken back (ready) or removed with its slot.
 """
 
 from __future__ import annotations
@@ -69,6 +70,22 @@ class Membership:
     def ready(self, worker_id: str, incarnation: str) -> bool:
         """The life may serve requests."""
         return self._change(worker_id, incarnation, state=SlotState.READY)
+
+    def draining(self, worker_id: str, incarnation: str) -> bool:
+        """The life gets nothing new and goes once it has nothing left; ``ready`` takes it back."""
+        return self._change(worker_id, incarnation, state=SlotState.DRAINING)
+
+    def removed(self, worker_id: str, incarnation: str) -> bool:
+        """A life is proved over and its slot goes with it. Returns False for a slot that has another life, or none."""
+        slot = self.slots.get(worker_id)
+        if slot is None or slot.incarnation != incarnation:
+            return False
+        if slot.state is not SlotState.LOST:
+            self.gone = [*self.gone, incarnation][-GONE_KEPT_MAX:]
+        del self.slots[worker_id]
+        self._restarts_ns.pop(worker_id, None)
+        self.version += 1
+        return True
 
     def lost(self, worker_id: str, incarnation: str, now_ns: int) -> Slot | None:
         """A life is proved over. Returns its slot, with the time of its replacement, or None if that was known."""

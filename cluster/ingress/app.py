@@ -192,6 +192,8 @@ class IngressApp:
     def set_view(self, view: ClusterView) -> None:
         """Takes a newer membership; one that says that the gateway stops closes the door."""
         self._backend.set_view(view)
+        if view.num_seats is not None:
+            self._seats.resize(view.num_seats)
         if view.stops_in_s is not None and not self._seats.is_draining:
             self._seats.drain(until_ns=boottime_ns() + int(view.stops_in_s * 1e9))
 

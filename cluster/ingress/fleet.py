@@ -124,8 +124,10 @@ class Fleet:
 
     async def statuses(self) -> list[dict[str, Any]]:
         """Asks every worker now; one that does not answer in time is listed with what the view says."""
-        answers = await asyncio.gather(*(self._ask(worker.incarnation) for worker in self.view.workers))
-        return [_entry(worker, answer) for worker, answer in zip(self.view.workers, answers, strict=True)]
+        # The membership may change while they are asked.
+        workers = self.view.workers
+        answers = await asyncio.gather(*(self._ask(worker.incarnation) for worker in workers))
+        return [_entry(worker, answer) for worker, answer in zip(workers, answers, strict=True)]
 
     async def _ask(self, incarnation: str) -> Status | None:
         member = self._members.get(incarnation)

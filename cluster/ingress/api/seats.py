@@ -7,7 +7,7 @@ application; decides nothing itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from cluster.core.admission import Refused
@@ -78,7 +78,15 @@ class Seats:
 
     def leave(self, request_id: str) -> None:
         """Gives back what a request has, a place in the line included, and starts those whose turn it is."""
-        for other in self.queue.leave(request_id, now_ns=self._clock_ns()):
+        self._start(self.queue.leave(request_id, now_ns=self._clock_ns()))
+
+    def resize(self, num_seats: int) -> None:
+        """There are more or fewer seats from now on."""
+        if num_seats != self.queue.num_seats:
+            self._start(self.queue.resize(num_seats, now_ns=self._clock_ns()))
+
+    def _start(self, request_ids: Iterable[str]) -> None:
+        for other in request_ids:
             waiting = self._waiting.get(other)
             if waiting is None:
                 self.leave(other)  # It was given up in the same moment.

@@ -186,3 +186,17 @@ def test_in_any_order_of_events_seats_are_bounded_and_nobody_waits_for_ever(
         queue.check_invariants()
     assert not waiting, "somebody waits beside an empty house"
     assert len(queue.door) == 0
+
+
+def test_more_seats_start_who_waits_and_fewer_put_nobody_off() -> None:
+    """Who asked for more seats than there are now gets all that its class has."""
+    queue = AdmissionQueue(2, 8, {"a": 1.0}, max_wait_ns=10**9)
+    for name in ("one", "two"):
+        assert isinstance(queue.enter(name, "a", now_ns=0), Started)
+    assert isinstance(queue.enter("wide", "a", num_seats=2, now_ns=0), Waiting)
+    assert queue.resize(1, now_ns=1) == [] and queue.num_seated() == 2
+    assert queue.leave("one", now_ns=2) == [], "one of two is left, and there is one seat"
+    assert queue.leave("two", now_ns=3) == ["wide"] and queue.num_seated() == 1
+    assert isinstance(queue.enter("next", "a", now_ns=4, deadline_ns=None), Waiting)
+    assert queue.resize(3, now_ns=5) == ["next"]
+    queue.check_invariants()

@@ -11,9 +11,9 @@ from msgspec import structs
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster.actors import calls, controller, ingress, store, worker
-from cluster.view import ClusterPlan, ClusterView, DrainReport, StoreAddress, StoreSpec
+from cluster.view import ClusterPlan, ClusterView, DrainReport, StoreAddress, StoreSpec, WorkersWanted
 from kvstore.core.identity import Fingerprint
-from kvstore.errors import EnvironmentProblem
+from kvstore.errors import EnvironmentProblem, FatalError
 from workers.spec import IngressAddress, WorkerJoin, WorkerSpec
 
 SETTLE_S = 10.0
@@ -283,3 +283,65 @@ async def test_a_drain_waits_for_every_ingress_and_for_no_dead_one(workers: Stag
     assert await asyncio.wait_for(drain, SETTLE_S) is True
     await process.register_ingress(structs.replace(ADDRESS, incarnation="i2"), PlayedActor())
     assert await process.drain(0.01) is False
+
+
+def wanted(process: controller.ControllerProcess, number: int, **fields: Any) -> WorkersWanted:
+    (template,) = process._plan.workers
+    specs = (structs.replace(template, **fields),) * number
+    return WorkersWanted(workers=specs, thread_environment={}, num_seats=number, drain_s=SETTLE_S)
+
+
+def states(process: controller.ControllerProcess) -> dict[str, str]:
+    return {view.worker_id: view.state for view in process._view().workers}
+
+
+async def test_scaling_down_waits_for_every_ingress_and_up_takes_back(workers: Stage) -> None:
+    """F56: the one that goes is stopped once no ingress has anything on it, not before; one that leaves can stay."""
+    process = controller.ControllerProcess(make_plan(), b"s")
+    await process.start()
+    await process.register_ingress(ADDRESS, PlayedActor())
+    assert (await process.apply(wanted(process, 2))).started == ("decode-1",)
+    assert states(process) == {"decode-0": "ready", "decode-1": "ready"} and process._view().num_seats == 2
+    second = workers.lives[1]
+    assert (await process.apply(wanted(process, 1))).leaving == ("decode-1",)
+    assert states(process)["decode-1"] == "draining" and process._view().is_draining
+    assert (await process.apply(wanted(process, 2))).taken_back == ("decode-1",)
+    assert states(process)["decode-1"] == "ready" and not second.dead.is_set()
+    await process.apply(wanted(process, 1))
+    version, life = process._view().version, second.spec.incarnation
+    await process.drain_report(DrainReport(ingress="i0", version=version, num_open=1, busy=(life,)))
+    await process.drain_report(DrainReport(ingress="i0", version=version - 1, num_open=0, busy=()))
+    assert states(process)["decode-1"] == "draining" and ("stop",) not in second.calls
+    await process.drain_report(DrainReport(ingress="i0", version=version, num_open=1, busy=()))
+    await until(lambda: states(process) == {"decode-0": "ready"})
+    assert ("stop",) in second.calls and second.dead.is_set() and process._view().gone == (life,)
+    assert ("peer_gone", life) in workers.lives[0].calls
+    assert len(workers.lives) == 2, "nobody takes the place of one that was to go"
+
+
+async def test_one_that_dies_while_it_leaves_is_not_replaced(workers: Stage) -> None:
+    """Its slot is gone with it."""
+    process = controller.ControllerProcess(make_plan(), b"s")
+    await process.start()
+    await process.register_ingress(ADDRESS, PlayedActor())
+    await process.apply(wanted(process, 2))
+    await process.apply(wanted(process, 1))
+    workers.lives[1].dead.set()
+    await until(lambda: states(process) == {"decode-0": "ready"})
+    assert len(workers.lives) == 2 and process._view().gone == (workers.lives[1].spec.incarnation,)
+
+
+@pytest.mark.parametrize("method", ["start", "add_ingress"])
+@pytest.mark.parametrize("error", [EnvironmentProblem("no memory"), TimeoutError(), ActorDiedError()])
+async def test_a_rollout_that_fails_changes_nothing(workers: Stage, method: str, error: BaseException) -> None:
+    """F56: the old ones serve on, none of the new ones is left, not even one that had come up."""
+    process = controller.ControllerProcess(make_plan(), b"s")
+    await process.start()
+    await process.register_ingress(ADDRESS, PlayedActor())
+    workers.next_fails = [{}, {method: error}]
+    with pytest.raises(FatalError, match=r"decode-2: .*(no memory|not up within|process died)"):
+        await process.apply(wanted(process, 2, pool_blocks=16))
+    assert states(process) == {"decode-0": "ready"} and not workers.lives[0].dead.is_set()
+    assert all(life.dead.is_set() for life in workers.lives[1:]) and len(workers.lives) == 3
+    assert process._view().num_seats is None
+    assert (await process.apply(wanted(process, 1, pool_blocks=16))).leaving == ("decode-0",), "the next one may work"

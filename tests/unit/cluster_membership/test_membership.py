@@ -53,6 +53,21 @@ def test_restarts_back_off_and_end() -> None:
     assert slot is not None and slot.restart_at_ns is not None
 
 
+def test_a_draining_life_is_taken_back_or_goes_with_its_slot() -> None:
+    """It is not ready meanwhile; once removed no word of it counts, and it is gone exactly once."""
+    membership = make_ready()
+    assert membership.draining("decode-0", "i1")
+    assert membership.ready_slots("decode") == [] and membership.slots["decode-0"].state is SlotState.DRAINING
+    assert membership.ready("decode-0", "i1") and len(membership.ready_slots("decode")) == 1
+    membership.draining("decode-0", "i1")
+    before = membership.version
+    assert not membership.removed("decode-0", "other") and membership.removed("decode-0", "i1")
+    assert membership.version > before and not membership.removed("decode-0", "i1")
+    assert (membership.slots, membership.gone) == ({}, ["i1"])
+    assert not membership.ready("decode-0", "i1") and membership.lost("decode-0", "i1", now_ns=5) is None
+    membership.check_invariants()
+
+
 def test_refused_life_never_becomes_ready() -> None:
     """C2: a life whose fingerprint differs keeps its fields and never serves."""
     membership = Membership()
