@@ -4,18 +4,23 @@ Owns the packed weights and the choice of kernel. oneDNN adds the terms of an ou
 the order of the inner dimension, whatever the number of rows, columns or threads (measured for fp32: any row count
 from 2, 1 to 4 threads, packed and unpacked; a single row takes a matrix-vector kernel with another order). MKL does
 not: it changes its order with the row count and the thread count. Therefore every product of the engine goes
-through oneDNN with at least two rows. Where oneDNN is missing, rows are computed in tiles of a fixed size.
+through oneDNN with at least two rows. Where oneDNN is missing or refuses
+the number format, rows are computed in tiles of a fixed size.
 
 Whether the promise holds on this machine is checked when a model is warmed up; see ``workers.model.numerics``.
 """
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 Compute = Literal["float32", "bfloat16"]
 
@@ -36,6 +41,25 @@ def has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available()) and hasattr(  # type: ignore[no-untyped-call]
         torch.ops.mkldnn, "_linear_pointwise"
     )
+
+
+@cache
+def can_pack(compute: Compute) -> bool:
+    """Says whether oneDNN packs and multiplies weights of ``compute`` on this processor.
+
+    Asked of oneDNN itself, with a small matrix: it refuses bfloat16 where the processor has neither AVX-512 nor
+    AVX-NE-CONVERT, and which instructions it asks for is its own affair.
+    """
+    if not has_onednn():
+        return False
+    dtype = COMPUTE_DTYPES[compute]
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(16, 16, dtype=dtype), PACK_ROWS)
+        torch.ops.mkldnn._linear_pointwise(torch.zeros(MIN_ROWS, 16, dtype=dtype), packed, None, "none", [], "")
+    except RuntimeError as error:
+        logger.info("onednn_refused compute=%s reason=%s", compute, error)
+        return False
+    return True
 
 
 def best_compute(dtype: str) -> Compute:
@@ -72,7 +96,7 @@ class Linear:
         self._dtype = COMPUTE_DTYPES[compute]
         self._bias = None if bias is None else bias.float()
         plain = weight.to(self._dtype).contiguous()
-        self._packed = has_onednn()
+        self._packed = can_pack(compute)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(plain, PACK_ROWS) if self._packed else plain
 
     def __call__(self, rows: Tensor) -> Tensor:
