@@ -16,6 +16,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +31,10 @@ MAX_UNSENT_BYTES = 16 << 20
 HANDSHAKE_DEADLINE_S = 5.0
 CLOSE_DEADLINE_S = 1.0
 MAX_HALF_OPEN = 64
+BACKLOG = 100
+ACCEPTS_PER_STEP = 16
+ACCEPT_RETRY_S = 1.0
+"""Pause after the process has run out of descriptors."""
 
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
@@ -112,7 +117,7 @@ class ChannelServer:
         self._me = me
         self._decode = decode
         self._on_channel = on_channel
-        self._server: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._half_open = 0
         self.rejected = 0
@@ -121,38 +126,67 @@ class ChannelServer:
 
     async def start(self, host: str, port: int = 0) -> None:
         """Listens on ``host``; port 0 lets the system choose. Raises: OSError if the address is taken."""
-        self._server = await asyncio.start_server(self._accept, host, port)
-        self.host, self.port = self._server.sockets[0].getsockname()[:2]
+        loop = asyncio.get_running_loop()
+        family, _, _, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+        self._listening = socket.create_server(address, family=family, backlog=BACKLOG)
+        self._listening.setblocking(False)
+        self.host, self.port = self._listening.getsockname()[:2]
+        loop.add_reader(self._listening, self._accept)
 
     async def close(self) -> None:
-        """Stops listening and ends every channel it accepted."""
-        if self._server is not None:
-            self._server.close()
+        """Stops listening and ends every channel it accepted; no task and no open socket is left to the loop."""
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._server is not None:
-            await self._server.wait_closed()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def _accept(self) -> None:
+        # Accepted here and not by the loop's own server, which closes in the midst of an accept with a task half
+        # done and a socket open: from the accept on, each connection has a task that ``close`` knows.
+        loop = asyncio.get_running_loop()
+        for _ in range(ACCEPTS_PER_STEP):
+            if self._listening is None:
+                return
+            try:
+                connection, _ = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                logger.error("accept_failed port=%d error=%s", self.port, error)
+                loop.remove_reader(self._listening)
+                loop.call_later(ACCEPT_RETRY_S, self._accept_again)
+                return
+            task = loop.create_task(self._serve(connection))
+            self._tasks.add(task)
+            # A task that is cancelled before its first step runs none of its own code.
+            task.add_done_callback(partial(self._ended, connection))
+
+    def _accept_again(self) -> None:
+        if self._listening is not None:
+            asyncio.get_running_loop().add_reader(self._listening, self._accept)
+
+    def _ended(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        connection.close()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("channel_failed error=%r", error, exc_info=error)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        try:
+            reader, writer = await asyncio.open_connection(sock=connection)
+        except OSError:
+            return
         try:
             channel = await self._authenticate(reader, writer)
             if channel is not None:
-                try:
-                    await self._on_channel(channel)
-                finally:
-                    channel.abort()
-        except asyncio.CancelledError:
-            # Only ``close`` cancels this task; the stream machinery would log its end as an error.
-            logger.debug("channel_closed_by_server")
+                await self._on_channel(channel)
         finally:
-            # The task counts until its socket is closed: ``close`` leaves nothing half-ended to a loop that stops.
-            with suppress(asyncio.CancelledError):
-                await _abort_writer(writer)
-            self._tasks.discard(task)
+            # The task counts until its socket is closed: nothing half-ended is left to a loop that stops.
+            await _abort_writer(writer)
 
     async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel | None:
         """Returns the channel, or None after closing a connection that could not prove itself."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import pickle
+import socket
 import struct
 import subprocess
 import sys
@@ -143,6 +144,37 @@ async def test_a_closed_server_leaves_no_task_to_a_loop_that_stops() -> None:
     assert isinstance(await server.seen.get(), PeerLost)
     await listener.close()
     assert asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("num_steps", range(10))
+def test_a_server_that_closes_leaves_no_connection_half_accepted(num_steps: int) -> None:
+    """Wherever a new connection stands when the server closes, its socket is closed and no task is left."""
+    accepted: list[net.Channel] = []
+
+    async def keep(channel: net.Channel) -> None:
+        accepted.append(channel)
+        await asyncio.sleep(3600)
+
+    async def close_early() -> socket.socket:
+        listener = await net.serve(
+            "127.0.0.1", 0, secret=SECRET, me=make_peer("server"), decode=ToWorker, on_channel=keep
+        )
+        dialling = socket.create_connection((listener.host, listener.port))
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        await listener.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return dialling
+
+    # A plain loop, not ``asyncio.run``: nothing cancels for the server what it forgot.
+    loop = asyncio.new_event_loop()
+    with loop.run_until_complete(close_early()) as dialling:
+        dialling.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert dialling.recv(1) == b""
+    assert not asyncio.all_tasks(loop)
+    loop.close()
+    assert not accepted
 
 
 async def test_unknown_message_is_a_protocol_error_not_a_crash() -> None:
